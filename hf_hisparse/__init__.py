@@ -1,0 +1,20 @@
+"""HiSparse for transformers: the full KV in host memory, the hot part on the GPU, exactly the same output."""
+
+from .cache import HiSparseCache
+from .enable import disable, enable
+from .models.quest import Quest
+from .selector import LayerShape, Selector, SelectorState
+from .stats import LayerStats, Memory, Stats
+
+__all__ = [
+    "HiSparseCache",
+    "LayerShape",
+    "LayerStats",
+    "Memory",
+    "Quest",
+    "Selector",
+    "SelectorState",
+    "Stats",
+    "disable",
+    "enable",
+]

@@ -1,0 +1,340 @@
+"""`HiSparseCache`: hosted and native layers behind transformers' cache interface."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from .enable import enable, is_enabled, text_config
+from .host_memory import available_host_memory, format_bytes, parse_bytes
+from .hosted_layer import HostedLayer, LayerSettings
+from .selector import Selector
+from .stats import Memory, Stats
+
+_CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.20")
+
+
+class HiSparseCache(Cache):
+    """A cache that keeps the main KV in host memory and what is hot on the GPU.
+
+    Every token's keys and values stay available in (pinned) host memory; each hosted layer has a hot buffer of
+    `device_buffer_tokens` per lane (batch row and KV head) on the GPU. Decode steps read what the selector names,
+    from the buffer where it is there and from the host where it is not: the output is that of the same sparse
+    attention with everything on the GPU. Prefill is dense and exact.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PreTrainedConfig
+        A model is enabled (see `enable`); with a config you enable the model yourself.
+    selector : Selector
+        Names what a query reads, for example ``Quest()``.
+    device_buffer_tokens : int, optional
+        Tokens per lane that each hosted layer keeps on the GPU: a multiple of the selector's page size, at least its
+        budget. Default: twice the budget.
+    decode_rows : int
+        A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
+    host_memory : int or str, optional
+        The most host memory this cache may take, in bytes or as text ("64GiB"). Default: what is available.
+    verify : bool
+        Compare, in every step, each slot that is read with the host, bit for bit. Slow.
+
+    Raises
+    ------
+    ValueError
+        If a setting or the model does not fit; the message names the value and what is allowed.
+
+    Examples
+    --------
+    >>> cache = HiSparseCache(model, selector=Quest(token_budget=2048), device_buffer_tokens=4096)
+    >>> out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+    >>> print(cache.stats())
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PreTrainedConfig,
+        selector: Selector | None = None,
+        *,
+        device_buffer_tokens: int | None = None,
+        decode_rows: int = 32,
+        host_memory: int | str | None = None,
+        verify: bool = False,
+    ) -> None:
+        config = model.config if isinstance(model, PreTrainedModel) else model
+        selector = _checked_selector(selector)
+        buffer_tokens = _checked_buffer(device_buffer_tokens, selector)
+        if not isinstance(decode_rows, int) or decode_rows < 1:
+            raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
+        layers, hosted = _layer_plan(config, selector)
+        self._host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        # Addresses only: a layer can at most hold what its share of the machine's memory allows.
+        reachable = max(self._host_limit or 0, available_host_memory())
+        self._settings = LayerSettings(
+            selector=selector,
+            device_buffer_records=buffer_tokens // selector.page_size,
+            decode_rows=decode_rows,
+            verify=verify,
+            reserve_bytes=2 * reachable // len(hosted),
+        )
+        for index in hosted:
+            layers[index] = HostedLayer(index, self._settings)
+        super().__init__(layers=layers)
+        self._config = config
+        self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
+        if isinstance(model, PreTrainedModel):
+            enable(model)
+
+    # ------------------------------------------------------------------ what transformers calls
+
+    @property
+    def hosted_layers(self) -> list[HostedLayer]:
+        """The layers whose KV lives on the host."""
+        return [layer for layer in self.layers if isinstance(layer, HostedLayer)]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's new keys and values, ``[batch, heads, T, width]`` (see `HostedLayer.update`).
+
+        Raises
+        ------
+        ValueError
+            If batch size, heads, widths, dtype or device differ from those of the tokens held; nothing is changed.
+        MemoryError
+            If host memory does not suffice; nothing is changed.
+        RuntimeError
+            If the model is not enabled, or an earlier call was interrupted.
+        """
+        if layer_idx == self._first_layer:
+            self._begin_call(key_states, value_states)
+        layer = self.layers[layer_idx]
+        self._check_states(layer, layer_idx, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def _first_layer(self) -> int:
+        return next(i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))
+
+    def _begin_call(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Check, before any layer changes, that a forward pass may begin."""
+        implementation = text_config(self._config)._attn_implementation
+        if implementation is not None and not is_enabled(self._config):
+            raise RuntimeError(
+                f"HiSparseCache needs an enabled model, this one's attention is {implementation!r}: call "
+                "hf_hisparse.enable(model), or build the cache from the model: HiSparseCache(model, ...)"
+            )
+        self._check_whole()
+        first = self.hosted_layers[0]
+        tokens = first.get_seq_length() + key_states.shape[2]
+        # Hosted layers grow in step and, in every supported model, have one shape.
+        asked = first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
+        batch = key_states.shape[0]
+        self._check_host_memory(asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
+
+    def _check_whole(self) -> None:
+        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        if len(lengths) > 1 or any(layer.interrupted for layer in self.hosted_layers):
+            raise RuntimeError(
+                "the last call through this HiSparseCache did not finish (an error, or a model that is not enabled), so its "
+                "layers hold different tokens: call cache.reset() and start again (and hf_hisparse.enable(model) if need be)"
+            )
+
+    def _check_host_memory(self, asked: int, purpose: str) -> None:
+        if asked <= 0:
+            return
+        held = self.memory().host_reserved_bytes
+        if self._host_limit is None:
+            there, source = available_host_memory(), "available"
+        else:
+            there, source = self._host_limit - held, f"left of host_memory={format_bytes(self._host_limit)}"
+        if asked > there:
+            raise MemoryError(
+                f"HiSparseCache: {purpose} need {format_bytes(asked)} more host memory, {format_bytes(max(there, 0))} is "
+                f"{source} ({format_bytes(held)} held already): lower the batch or the context, or raise host_memory if "
+                "the machine has more"
+            )
+
+    def _check_states(
+        self, layer: Any, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> None:
+        """Hold a layer to the batch size, heads, widths, dtype and device of its first tokens."""
+        got = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3], key_states.dtype, key_states.device)
+        held = self._states.get(layer_idx)
+        if held is None or not layer.get_seq_length():
+            self._states[layer_idx] = got
+            return
+        if got == held:
+            return
+        names = ("batch size", "KV heads", "key width", "value width", "dtype", "device")
+        wrong = [
+            f"{name} {new}, but {old} is held" for name, new, old in zip(names, got, held, strict=True) if new != old
+        ]
+        raise ValueError(
+            f"HiSparseCache, layer {layer_idx}: keys and values with {'; '.join(wrong)}: pass what the tokens held came "
+            "with, or call cache.reset() first"
+        )
+
+    # ------------------------------------------------------------------ changing what is held
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; 0 removes nothing.
+
+        Before transformers 5.20 a positive number is the length to keep, as it was there.
+
+        Raises
+        ------
+        ValueError
+            For a positive number, from transformers 5.20 on.
+        """
+        tokens = int(tokens_to_remove)
+        self._check_whole()
+        if tokens > 0:
+            if not _CROP_TAKES_LENGTHS:
+                raise ValueError(
+                    f"crop({tokens}): give the number of tokens to remove as a negative number, crop(-{tokens}), or 0"
+                )
+            tokens = min(0, tokens - self.get_seq_length())
+        super().crop(tokens)
+
+    def reset(self) -> None:
+        """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
+        fresh = DynamicCache(config=self._config).layers  # some versions only zero a layer they reset
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, HostedLayer):
+                layer.reset()
+            else:
+                self.layers[index] = fresh[index]
+        self._states.clear()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row `repeats` times."""
+        used = self.memory().host_bytes
+        self._check_host_memory(used * repeats, f"{repeats} copies of each row")
+        super().batch_repeat_interleave(repeats)
+        self._rows_changed()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch rows `indices`."""
+        super().batch_select_indices(indices)
+        self._rows_changed()
+
+    def _rows_changed(self) -> None:
+        for layer in self.hosted_layers:
+            if layer.shape is not None:
+                batch = layer.shape.batch
+                self._states = {index: (batch, *state[1:]) for index, state in self._states.items()}
+                return
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HiSparseCache:
+        """An independent cache that holds the same tokens, for another continuation of a shared prefix.
+
+        Raises
+        ------
+        MemoryError
+            If the host cannot hold a second copy.
+        """
+        self._check_whole()
+        self._check_host_memory(self.memory().host_reserved_bytes, "a copy of the cache")
+        other = copy.copy(self)
+        other.layers = [
+            layer.clone() if isinstance(layer, HostedLayer) else copy.deepcopy(layer, memo) for layer in self.layers
+        ]
+        other._states = dict(self._states)
+        return other
+
+    # ------------------------------------------------------------------ what people look at
+
+    def stats(self) -> Stats:
+        """What decoding has read, hit, missed and moved since the last reset (waits for the device)."""
+        return Stats(tuple(layer.stats() for layer in self.hosted_layers))
+
+    def memory(self) -> Memory:
+        """Where the bytes are."""
+        hosted = [layer for layer in self.hosted_layers if layer.shape is not None]
+        native = [layer for layer in self.layers if not isinstance(layer, HostedLayer)]
+        held = [tensor for layer in native for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)]
+        return Memory(
+            buffer_bytes=sum(layer.buffer.buffer_nbytes for layer in hosted),
+            selector_bytes=sum(layer.state.nbytes for layer in hosted),
+            table_bytes=sum(layer.table_nbytes for layer in hosted),
+            native_bytes=sum(tensor.nbytes for tensor in held),
+            host_bytes=sum(layer.host_nbytes for layer in hosted),
+            host_reserved_bytes=sum(layer.pool.area.size for layer in hosted),
+        )
+
+    def __repr__(self) -> str:
+        settings, memory = self._settings, self.memory()
+        records = settings.device_buffer_records
+        size = settings.selector.page_size
+        return (
+            f"HiSparseCache({settings.selector!r}, device_buffer_tokens={records * size}, "
+            f"decode_rows={settings.decode_rows}, verify={settings.verify})\n"
+            f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
+            f"{len(self.layers) - len(self.hosted_layers)} native layers\n"
+            f"  device: {format_bytes(memory.buffer_bytes)} hot buffers ({records} records of {size} tokens per lane), "
+            f"{format_bytes(memory.selector_bytes)} selector state, {format_bytes(memory.table_bytes)} tables, "
+            f"{format_bytes(memory.native_bytes)} native KV\n"
+            f"  host: {format_bytes(memory.host_bytes)} in use, {format_bytes(memory.host_reserved_bytes)} held"
+        )
+
+
+def _checked_selector(selector: Selector | None) -> Selector:
+    if selector is None:
+        raise ValueError(
+            "HiSparseCache: selector=None, but the model brings no selection of its own: pass one, for example "
+            "selector=Quest(token_budget=2048)"
+        )
+    if not isinstance(selector, Selector):
+        raise ValueError(
+            f"HiSparseCache: selector={selector!r} does not implement hf_hisparse.Selector (page_size, top_k, "
+            "dense_layers, new_state); pass for example Quest(token_budget=2048)"
+        )
+    return selector
+
+
+def _checked_buffer(tokens: int | None, selector: Selector) -> int:
+    budget, size = selector.top_k * selector.page_size, selector.page_size
+    if tokens is None:
+        return 2 * budget
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < budget or tokens % size:
+        least = -(-max(tokens, budget) // size) * size if isinstance(tokens, int) else 2 * budget
+        raise ValueError(
+            f"device_buffer_tokens={tokens!r}, must be a multiple of the page size {size} and at least the selector's "
+            f"budget of {budget} tokens ({selector.top_k} pages): take {least}"
+        )
+    return tokens
+
+
+def _layer_plan(config: PreTrainedConfig, selector: Selector) -> tuple[list[Any], list[int]]:
+    """The layers that transformers would use, and which of them to host: full attention beyond the dense ones."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"HiSparseCache serves decoder-only models, {config.model_type!r} is an encoder-decoder: use its own cache"
+        )
+    decoder = text_config(config)
+    if getattr(decoder, "kv_sharing_modes", None) or getattr(decoder, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"HiSparseCache: layers of {decoder.model_type!r} share keys and values, which is not supported: use DynamicCache"
+        )
+    layers = list(DynamicCache(config=config).layers)
+    indexed = [i for i, layer in enumerate(layers) if hasattr(layer, "update_indexer") or hasattr(layer, "update_index")]
+    if indexed:
+        raise ValueError(
+            f"HiSparseCache: {decoder.model_type!r} selects by itself (layer {indexed[0]} has an indexer), which this "
+            "version does not support: use DynamicCache"
+        )
+    # Exactly DynamicLayer: its subclasses keep a window or a state of their own and stay native.
+    hosted = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers]
+    if not hosted:
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        raise ValueError(
+            f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({', '.join(kinds)}), none of which is full "
+            f"attention beyond the first dense_layers={selector.dense_layers}: lower dense_layers, or use DynamicCache"
+        )
+    return layers, hosted

@@ -1,0 +1,63 @@
+"""Switch a model's attention over to one that understands `HiSparseCache`, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .attention import IMPLEMENTATIONS
+
+_BASES = {name: base for base, name in IMPLEMENTATIONS.items()}
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the decoder that a cache serves (of a vision-language model: its text model)."""
+    return config.get_text_config(decoder=True)
+
+
+def is_enabled(config: Any) -> bool:
+    """Whether the model of this configuration understands `HiSparseCache`."""
+    return text_config(config)._attn_implementation in _BASES
+
+
+def enable(model: PreTrainedModel) -> None:
+    """Let `model` work with `HiSparseCache`; with any other cache, or none, it answers as before.
+
+    Calling it again changes nothing. `disable` undoes it.
+
+    Raises
+    ------
+    ValueError
+        If the model's attention cannot be switched, or is neither "sdpa" nor "eager".
+    """
+    current = text_config(model.config)._attn_implementation
+    if current in _BASES:
+        return
+    if current not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{type(model).__name__} uses attn_implementation={current!r}; HiSparse works over {sorted(IMPLEMENTATIONS)}: "
+            'call model.set_attn_implementation("sdpa") first'
+        )
+    _switch(model, IMPLEMENTATIONS[current])
+    if not is_enabled(model.config):
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, which HiSparse "
+            "plugs into: use DynamicCache for it"
+        )
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Give `model` back the attention it had before `enable`; calling it again changes nothing."""
+    current = text_config(model.config)._attn_implementation
+    if current in _BASES:
+        _switch(model, _BASES[current])
+
+
+def _switch(model: PreTrainedModel, implementation: str) -> None:
+    decoder = text_config(model.config)
+    if decoder is model.config:
+        model.set_attn_implementation(implementation)
+        return
+    names = [name for name in model.config.sub_configs if getattr(model.config, name) is decoder]
+    model.set_attn_implementation({name: implementation for name in names})

@@ -1,0 +1,135 @@
+"""Host memory for the pools: how much there is, and an area that is pinned once and grows in place."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import weakref
+from pathlib import Path
+
+import psutil
+import torch
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_HUGE_PAGE = 2**21
+_REGISTER_PORTABLE_AND_MAPPED = 3
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Read a size in bytes from a number or from text such as ``"6GiB"`` or ``"500 MB"``.
+
+    Raises
+    ------
+    ValueError
+        If `size` is not a positive size; the message names the setting `name`.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = match and _UNITS.get(match[2].upper())
+    if not match or not unit or float(match[1]) <= 0:
+        raise ValueError(
+            f"{name}={size!r} is not a size: give bytes as a positive number, or text such as '6GiB' or '500MB'"
+        )
+    return int(float(match[1]) * unit)
+
+
+def format_bytes(size: float) -> str:
+    """Write a size for people: ``1.50 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def available_host_memory() -> int:
+    """Bytes that this process may still take: what the system has free, or what its control group allows."""
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        reclaimable = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        used -= int(reclaimable[1]) if reclaimable else 0
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        return available
+    return max(0, min(available, limit - used))
+
+
+class PinnedArea:
+    """Host memory that grows in place: an address range reserved once, pinned piece by piece.
+
+    Reserving takes addresses, not memory: a page costs memory when it is first written or pinned. Growth never
+    moves what is already there, so addresses given to kernels and to CUDA graphs stay good.
+
+    Parameters
+    ----------
+    reserve : int
+        Bytes of address space, the most the area can ever hold.
+    pin : bool
+        Pin (page-lock and map) what is in use, so that GPU threads may read it. False on a machine without CUDA.
+    """
+
+    def __init__(self, reserve: int, pin: bool) -> None:
+        self.reserved = -(-reserve // _HUGE_PAGE) * _HUGE_PAGE
+        self.size = 0
+        self.edges = [0]
+        self._pin = pin
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            area = mmap.mmap(-1, self.reserved, flags=flags)
+        except OSError as error:
+            raise MemoryError(
+                f"could not reserve {format_bytes(self.reserved)} of addresses for one layer's host pool ({error}): "
+                "lower host_memory, or lift the process's limit on address space (ulimit -v)"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            area.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
+        self.bytes = torch.frombuffer(area, dtype=torch.uint8)
+        # The finalizer shares the list of pinned pieces and must not refer to self.
+        self._pinned: list[int] = []
+        self._finalizer = weakref.finalize(self, _unpin, self._pinned)
+
+    def grow(self, size: int) -> None:
+        """Make at least `size` bytes usable, zero where never written.
+
+        Raises
+        ------
+        MemoryError
+            If `size` exceeds the reservation or the driver refuses to pin; the area stays as it was.
+        """
+        size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
+        if size <= self.size:
+            return
+        if size > self.reserved:
+            raise MemoryError(
+                f"a host pool of {format_bytes(size)} for one layer was asked, {format_bytes(self.reserved)} can be had: "
+                "lower the batch or the context, or raise host_memory if the machine has more"
+            )
+        if self._pin:
+            address = self.bytes.data_ptr() + self.size
+            status = torch.cuda.cudart().cudaHostRegister(
+                address, size - self.size, _REGISTER_PORTABLE_AND_MAPPED
+            )
+            if int(status) != 0:
+                torch.cuda.cudart().cudaGetLastError()
+                raise MemoryError(
+                    f"the CUDA driver refused to pin {format_bytes(size - self.size)} of host memory (error {int(status)}; "
+                    f"{format_bytes(available_host_memory())} available): lower the batch or the context, or lift the "
+                    "limit on locked memory (ulimit -l, or the container's memlock)"
+                )
+            self._pinned.append(address)
+        self.size = size
+        self.edges.append(size)
+
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Cut a byte range at the borders of pinned pieces: one copy may not span two."""
+        cuts = [start, *(edge for edge in self.edges if start < edge < stop), stop]
+        return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def _unpin(addresses: list[int]) -> None:
+    if addresses and torch.cuda.is_available():
+        torch.cuda.synchronize()  # kernels in flight may still read the area
+        for address in addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)

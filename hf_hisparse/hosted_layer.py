@@ -1,0 +1,390 @@
+"""One hosted layer's life: append, select, resolve, and all that a cache must do between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .host_memory import PinnedArea
+from .host_pool import HostPool
+from .hot_buffer import HotBuffer
+from .records import RecordLayout
+from .selector import LayerShape, Selector, SelectorState
+from .stats import LayerStats
+
+LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
+_GROWTH_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What all hosted layers of a cache share."""
+
+    selector: Selector
+    device_buffer_records: int
+    decode_rows: int
+    verify: bool
+    reserve_bytes: int
+
+
+@dataclass(frozen=True)
+class _NewTokens:
+    """Keys and values that `update` took and attention has not read yet."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    start: int
+
+
+class HostedLayer(CacheLayerMixin):
+    """A cache layer whose main KV lives on the host, with a hot buffer on the device.
+
+    `update` returns only the new rows; the attention function finds this layer through an attribute of the key tensor
+    and calls `history` (prefill) or `append` / `select` / `read` (decode).
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+    _layer_type = None
+
+    def __init__(self, layer_idx: int, settings: LayerSettings) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.settings = settings
+        self.shape: LayerShape | None = None
+        self.steps = 0
+        self._length = 0
+        self._new: _NewTokens | None = None
+        self._valid: torch.Tensor | None = None  # bool [batch, tokens], once any padding was announced
+        self._area: PinnedArea | None = None
+
+    # The state of an initialised layer.
+    layout: RecordLayout
+    pool: HostPool
+    buffer: HotBuffer
+    state: SelectorState
+    position: torch.Tensor  # int64 [1] on the device: where the next token of a decode step goes
+
+    # ------------------------------------------------------------------ the cache contract
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Build pool, buffer and selector state for keys and values of this shape, on their device."""
+        batch, heads, _, key_width = key_states.shape
+        device = key_states.device
+        shape = LayerShape(self.layer_idx, batch, heads, key_width, key_states.dtype, device)
+        layout = self.layout_for(key_states, value_states)
+        if self._area is None:
+            self._area = PinnedArea(self.settings.reserve_bytes, pin=device.type == "cuda")
+        if not self._fits(shape, layout):
+            self.layout = layout
+            self.pool = HostPool(batch, heads, layout, device, self._area)
+            self.buffer = HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, device)
+            self.state = self.settings.selector.new_state(shape)
+            self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.shape = shape
+        self.is_initialized = True
+
+    def layout_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> RecordLayout:
+        """The record layout for keys and values of these widths."""
+        return RecordLayout(
+            self.settings.selector.page_size, key_states.shape[3], value_states.shape[3], key_states.dtype
+        )
+
+    def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
+        """Whether what a reset left behind can serve this shape."""
+        return shape == self.shape and layout == self.layout and self.pool.host_batch == shape.batch
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens; return them alone, for the attention function to find this layer by.
+
+        Parameters
+        ----------
+        key_states, value_states : ``[batch, heads, T, width]``
+
+        Raises
+        ------
+        MemoryError
+            If the host cannot hold them; the layer stays as it was.
+        """
+        if not self._length:
+            self.lazy_initialization(key_states, value_states)
+        self._grow(self._length + key_states.shape[2])
+        keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
+        setattr(keys, LAYER_ATTRIBUTE, self)
+        self._new = _NewTokens(keys, values, self._length)
+        self._length += key_states.shape[2]
+        return keys, values
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether tokens were taken that attention never read."""
+        return self._new is not None
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a call with `query_length` new tokens sees, and the position of the first."""
+        return self._length + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def capacity_for(self, tokens: int, record_tokens: int) -> int:
+        """Records to make room for when `tokens` must fit: an eighth more, so that growth is rare."""
+        room = tokens + max(_GROWTH_TOKENS, tokens // 8)
+        return max(-(-room // record_tokens), self.settings.selector.top_k)
+
+    def host_bytes_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """Host bytes that holding `tokens` tokens of this shape takes, beyond what is pinned already."""
+        layout = self.layout_for(key_states, value_states)
+        batch, heads = key_states.shape[:2]
+        rows = self.pool.host_batch if self._length else batch
+        held = self._area.size if self._area is not None else 0
+        if layout.count(tokens) * rows * heads * layout.nbytes <= held:
+            return 0
+        return self.capacity_for(tokens, layout.tokens) * rows * heads * layout.nbytes - held
+
+    def _grow(self, tokens: int) -> None:
+        needed = self.layout.count(tokens)
+        if needed <= min(self.pool.records.shape[0], self.buffer.page_table.shape[1]):
+            return
+        capacity = self.capacity_for(tokens, self.layout.tokens)
+        self.pool.grow(capacity)
+        self.buffer.grow(capacity)
+        self.state.grow(capacity)
+
+    # ------------------------------------------------------------------ prefill
+
+    def history(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens, the new ones included: ``[batch, heads, T, width]`` on the device."""
+        new = self._taken()
+        if new.start == 0:
+            return new.keys, new.values
+        full = []
+        for rows in (new.keys, new.values):
+            out = rows.new_empty((*rows.shape[:2], self._length, rows.shape[3]))
+            out[:, :, new.start :] = rows
+            full.append(out)
+        self.pool.read_tokens(full[0][:, :, : new.start], full[1][:, :, : new.start])
+        return full[0], full[1]
+
+    def finish_prefill(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Store the new tokens and warm the hot buffer from what is on the device anyway.
+
+        Parameters
+        ----------
+        query : ``[lanes, group, key_width]``
+            Of the last new token.
+        keys, values : ``[batch, heads, T, width]``
+            The whole history.
+        valid : bool ``[batch, new tokens]`` or None
+            False for padding.
+        """
+        new = self._taken()
+        size = self.layout.tokens
+        first = new.start // size
+        tail = slice(first * size, None)
+        self.pool.write(first, keys[:, :, tail], values[:, :, tail])
+        self._note_padding(new.start, valid)
+        self.state.extend(new.keys, new.start, valid)
+        self.position.fill_(self._length - 1)
+        selection = self.state.select(query, self.position)
+        records = self.buffer.choose(selection, self.layout.count(self._length))
+        self.buffer.fill(records, self.layout.pack_selected(keys, values, records))
+        self.position.fill_(self._length)
+        self._new = None
+
+    def _taken(self) -> _NewTokens:
+        if self._new is None:
+            raise RuntimeError(
+                f"layer {self.layer_idx}: attention asked for keys that another layer has consumed; models whose layers "
+                "share keys and values are not supported: use DynamicCache for them"
+            )
+        return self._new
+
+    def _note_padding(self, start: int, valid: torch.Tensor | None) -> None:
+        """Remember which of the tokens from `start` on are padding; everything before the first mask is not."""
+        if valid is None and self._valid is None:
+            return
+        stop = self._length
+        if self._valid is None or self._valid.shape[1] < stop:
+            assert self.shape is not None
+            capacity = self.pool.records.shape[0] * self.layout.tokens
+            old = self._valid
+            self._valid = torch.ones((self.shape.batch, capacity), dtype=torch.bool, device=self.shape.device)
+            if old is not None:
+                self._valid[:, : old.shape[1]] = old
+        self._valid[:, start:stop] = True if valid is None else valid
+
+    # ------------------------------------------------------------------ decode
+
+    def begin_decode(self, valid: torch.Tensor | None) -> _NewTokens:
+        """The new tokens of a decode call; `valid` bool ``[batch, new tokens]`` or None."""
+        new = self._taken()
+        self._note_padding(new.start, valid)
+        self.pool.wait()
+        return new
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Store the token at `position`: ``[lanes, width]``, `valid` bool ``[batch]`` or None."""
+        self.buffer.append(keys, values, self.position, self.pool)
+        self.state.append(keys, self.position, valid)
+
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The records that the query at `position` (``[lanes, group, key_width]``) reads, and their slots."""
+        selection = self.state.select(query, self.position)
+        slots = self.buffer.read(selection, self.position, self.pool)
+        if self.settings.verify:
+            self._verify(selection, slots)
+        return selection, slots
+
+    def advance(self) -> None:
+        """Go on to the next token."""
+        self.position.add_(1)
+        self.steps += 1
+
+    def end_decode(self) -> None:
+        """The new tokens have been read."""
+        self._new = None
+
+    def _verify(self, selection: torch.Tensor, slots: torch.Tensor) -> None:
+        """Compare every slot just handed out with its host record, bit for bit."""
+        self.pool.synchronize()
+        position = int(self.position)
+        size = self.layout.tokens
+        lanes = selection.shape[0]
+        heads = lanes // self.pool.batch
+        lane, at = (selection >= 0).nonzero(as_tuple=True)
+        record, slot = selection[lane, at].long(), slots[lane, at].long()
+        row = self.pool.host_rows[lane // heads, record].long()
+        host = self.pool.records[record.cpu(), (row * heads + lane % heads).cpu()].to(slots.device)
+        device = self.buffer.data[lane, slot]
+        written = (record[:, None] * size + torch.arange(size, device=record.device)) <= position
+        for one, other in zip(
+            self.layout.unpack(host[:, None], host.shape[0]),
+            self.layout.unpack(device[:, None], host.shape[0]),
+            strict=True,
+        ):
+            same = one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)
+            wrong = (~same.all(-1)[:, 0] & written).any(1).nonzero()
+            if len(wrong):
+                bad = int(wrong[0])
+                raise RuntimeError(
+                    f"verify: layer {self.layer_idx}, lane {int(lane[bad])}, record {int(record[bad])}: slot "
+                    f"{int(slot[bad])} does not hold what the host pool holds"
+                )
+
+    # ------------------------------------------------------------------ all else a cache can be asked
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens (see `HiSparseCache.crop`)."""
+        removed = -int(tokens_to_remove)
+        if removed <= 0 or not self._length:
+            return
+        self._length = max(0, self._length - removed)
+        size = self.layout.tokens
+        self.buffer.forget(self.layout.count(self._length))
+        self.position.fill_(self._length)
+        begun, rest = divmod(self._length, size)
+        self.state.crop(begun * size)
+        if rest:  # the last record is filling again
+            self.pool.wait()
+            self.pool.own(begun)
+            keys, _ = self.layout.unpack(self.pool.read_range(begun, begun + 1), self.pool.batch)
+            valid = None if self._valid is None else self._valid[:, begun * size : self._length]
+            self.state.extend(keys[:, :, :rest], begun * size, valid)
+
+    def rearrange(self, rows: torch.Tensor) -> None:
+        """Let batch row `i` hold what row ``rows[i]`` held (int64 ``[new batch]``)."""
+        if not self._length or self.shape is None:
+            return
+        rows = rows.to(self.shape.device)
+        heads, batch = self.shape.heads, rows.numel()
+        self.pool.wait()
+        if batch > self.pool.host_batch:
+            self._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
+        self.pool.rearrange(rows, self.layout.count(self._length), self._area)
+        if self._length % self.layout.tokens:
+            self.pool.own(self._length // self.layout.tokens)
+        lanes = (rows[:, None] * heads + torch.arange(heads, device=rows.device)).flatten()
+        self.buffer.rearrange(lanes)
+        self.state.rearrange(lanes)
+        if self._valid is not None:
+            self._valid = self._valid.index_select(0, rows)
+        self.shape = replace(self.shape, batch=batch)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let beam `i` go on from beam ``beam_idx[i]``."""
+        self.rearrange(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row `repeats` times."""
+        if self.shape is not None:
+            self.rearrange(torch.arange(self.shape.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch rows `indices`."""
+        if self.shape is not None:
+            self.rearrange(torch.arange(self.shape.batch, device=indices.device)[indices])
+
+    def reset(self) -> None:
+        """Forget everything; pinned memory and the hot buffer stay for the next use."""
+        self._length = 0
+        self._new = None
+        self._valid = None
+        self.steps = 0
+        if self.is_initialized:
+            self.pool.reset()
+            self.buffer.reset()
+            self.state.crop(0)
+            self.position.zero_()
+            self.is_initialized = False
+
+    def clone(self) -> HostedLayer:
+        """An independent copy, with pinned memory of its own."""
+        other = HostedLayer(self.layer_idx, self.settings)
+        if not self._length or self.shape is None:
+            return other
+        other.__dict__.update(self.__dict__)
+        other._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
+        other.pool = self.pool.clone(self.layout.count(self._length), other._area)
+        other.buffer = self.buffer.clone()
+        other.state = self.state.clone()
+        other.position = self.position.clone()
+        other._valid = None if self._valid is None else self._valid.clone()
+        return other
+
+    def stats(self) -> LayerStats:
+        """What decoding has read and moved so far (waits for the device)."""
+        if not self.is_initialized:
+            return LayerStats(self.layer_idx)
+        read, missed = self.buffer.totals()
+        return LayerStats(self.layer_idx, self.steps, read, missed, self.layout.nbytes)
+
+    @property
+    def table_nbytes(self) -> int:
+        """Device bytes of the bookkeeping."""
+        padding = 0 if self._valid is None else self._valid.nbytes
+        return self.buffer.table_nbytes + self.pool.host_rows.nbytes + self.position.nbytes + padding
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host bytes in use."""
+        return self.layout.count(self._length) * self.pool.record_nbytes
+
+    def __repr__(self) -> str:
+        return f"HostedLayer({self.layer_idx}, tokens={self._length})"

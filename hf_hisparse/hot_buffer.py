@@ -1,0 +1,182 @@
+"""The hot buffer: the records of one layer that are on the GPU, and where."""
+
+from __future__ import annotations
+
+import torch
+
+from hisparse_kernels.append import append
+from hisparse_kernels.fetch import fetch
+from hisparse_kernels.miss_plan import MissPlan
+from hisparse_kernels.resolve import resolve
+
+from .host_pool import HostPool
+from .records import RecordLayout
+
+
+class HotBuffer:
+    """`slots` records per lane on the device, least recently used replaced first.
+
+    Attributes
+    ----------
+    data : ``[lanes, slots, elements]``
+    page_table : int32 ``[lanes, capacity]``
+        Record -> slot, -1 for a record that is on the host only.
+    slot_records : int32 ``[lanes, slots]``
+        Slot -> record, -1 for an empty slot.
+    order : int32 ``[lanes, slots]``
+        Slots from least to most recently used; empty slots are the oldest.
+    counters : int64 ``[lanes, 2]``
+        Records read, and those of them that were missing, since the lanes were last rearranged; see `totals`.
+    """
+
+    def __init__(self, lanes: int, slots: int, layout: RecordLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=device)
+        self.page_table = torch.empty((lanes, 0), dtype=torch.int32, device=device)
+        self.slot_records = torch.full((lanes, slots), -1, dtype=torch.int32, device=device)
+        self.order = torch.arange(slots, dtype=torch.int32, device=device).repeat(lanes, 1)
+        self.counters = torch.zeros((lanes, 2), dtype=torch.int64, device=device)
+        self._counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self._allocate_outputs(0)
+
+    def _allocate_outputs(self, k: int) -> None:
+        lanes, device = self.order.shape[0], self.order.device
+        self.slots = torch.empty((lanes, k), dtype=torch.int32, device=device)
+        self.plan = MissPlan.empty(lanes, k, device)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Device bytes of the records."""
+        return self.data.nbytes
+
+    @property
+    def table_nbytes(self) -> int:
+        """Device bytes of the bookkeeping."""
+        tables = (self.page_table, self.slot_records, self.order, self.counters, self.slots, *self.plan)
+        return sum(table.nbytes for table in tables)
+
+    def grow(self, capacity: int) -> None:
+        """Let the page table name records up to `capacity`."""
+        missing = capacity - self.page_table.shape[1]
+        if missing > 0:
+            self.page_table = torch.nn.functional.pad(self.page_table, (0, missing), value=-1)
+
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, pool: HostPool
+    ) -> None:
+        """Write one new token per lane to its record's slot and to the host (see `reference.append`)."""
+        append(
+            keys,
+            values,
+            position,
+            pool.records,
+            pool.host_rows,
+            self.data,
+            self.page_table,
+            self.slot_records,
+            self.order,
+            self.layout.tokens,
+        )
+
+    def read(self, selection: torch.Tensor, position: torch.Tensor, pool: HostPool) -> torch.Tensor:
+        """Make the selected records resident.
+
+        Parameters
+        ----------
+        selection : int ``[lanes, k]``
+        position : int64 ``[1]``
+        pool : HostPool
+
+        Returns
+        -------
+        int32 ``[lanes, k]``
+            The slot of each record; overwritten by the next call.
+        """
+        if self.slots.shape[1] != selection.shape[1]:
+            self._allocate_outputs(selection.shape[1])
+        resolve(
+            selection,
+            position,
+            self.page_table,
+            self.slot_records,
+            self.order,
+            self.counters,
+            self.slots,
+            self.plan,
+            self.layout.tokens,
+        )
+        fetch(pool.records, pool.host_rows, self.plan, self.data)
+        return self.slots
+
+    def choose(self, selection: torch.Tensor, count: int) -> torch.Tensor:
+        """Which of `count` records to keep after a prefill: those just selected, then the newest.
+
+        Returns
+        -------
+        int64 ``[lanes, min(slots, count)]``
+            From least to most worth keeping: oldest to newest, then the selected.
+        """
+        lanes, slots = self.order.shape
+        rank = torch.arange(count, device=selection.device).repeat(lanes, 1)
+        if count <= slots:
+            return rank
+        selected = torch.zeros((lanes, count + 1), dtype=torch.bool, device=selection.device)
+        selected.scatter_(1, torch.where(selection >= 0, selection, count).long(), True)
+        rank += count * selected[:, :count]
+        return rank.topk(slots, dim=1).values.sort(dim=1).values % count
+
+    def fill(self, records: torch.Tensor, data: torch.Tensor) -> None:
+        """Replace the content by `records`, the last one the most recently used.
+
+        Parameters
+        ----------
+        records : int64 ``[lanes, n]``, ``n <= slots``, all different
+        data : ``[lanes, n, elements]``
+        """
+        count = records.shape[1]
+        self.data[:, :count] = data
+        self.slot_records.fill_(-1)
+        self.slot_records[:, :count] = records
+        self.page_table.fill_(-1)
+        slots = torch.arange(count, dtype=torch.int32, device=records.device)
+        self.page_table.scatter_(1, records, slots.expand_as(records))
+        self._sort_order(torch.arange(self.order.shape[1], device=records.device).expand_as(self.order))
+
+    def _sort_order(self, order: torch.Tensor) -> None:
+        """Take over `order`, with the empty slots moved to the oldest end."""
+        filled = self.slot_records.gather(1, order.long()) >= 0
+        self.order.copy_(order.gather(1, filled.to(torch.int8).argsort(dim=1, stable=True)))
+
+    def forget(self, first: int) -> None:
+        """Free the slots of the records from `first` on: their numbers will be written again."""
+        self.page_table[:, first:] = -1
+        self.slot_records.masked_fill_(self.slot_records >= first, -1)
+        self._sort_order(self.order.clone())
+
+    def rearrange(self, lanes: torch.Tensor) -> None:
+        """Let lane `i` hold what lane ``lanes[i]`` held (int64 ``[new lanes]``)."""
+        for name in ("data", "page_table", "slot_records", "order"):
+            setattr(self, name, getattr(self, name).index_select(0, lanes))
+        # Counts are summed over lanes: a repeated lane must not count twice.
+        self._counted = self._counted + self.counters.sum(0)
+        self.counters = self.counters.new_zeros((lanes.numel(), 2))
+        self._allocate_outputs(self.slots.shape[1])
+
+    def clone(self) -> HotBuffer:
+        """An independent copy."""
+        lanes = torch.arange(self.order.shape[0], device=self.order.device)
+        other = object.__new__(HotBuffer)
+        other.__dict__.update(self.__dict__)
+        other.rearrange(lanes)
+        return other
+
+    def reset(self) -> None:
+        """Forget all records and counts."""
+        self.forget(0)
+        self.counters.zero_()
+        self._counted.zero_()
+
+    def totals(self) -> tuple[int, int]:
+        """Records read and records missed since the last reset, over all lanes (waits for the device)."""
+        read, missed = (self._counted + self.counters.sum(0)).tolist()
+        return read, missed

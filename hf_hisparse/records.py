@@ -1,0 +1,108 @@
+"""The layout of a record: the unit that is selected, stored and moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """What one record of one lane holds.
+
+    A record is a run of `tokens` consecutive cache positions of one lane: the keys of all of them
+    (``[tokens, key_width]``), then the values (``[tokens, value_width]``).
+
+    Attributes
+    ----------
+    tokens : int
+        Tokens per record: 16 for a Quest page of 16.
+    key_width, value_width : int
+        Elements per token; `value_width` is 0 where one row serves as both.
+    dtype : torch.dtype
+    """
+
+    tokens: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """Elements of one record."""
+        return self.tokens * (self.key_width + self.value_width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one record."""
+        return self.elements * self.dtype.itemsize
+
+    def count(self, tokens: int) -> int:
+        """Records that hold `tokens` tokens, the last one possibly not full."""
+        return -(-tokens // self.tokens)
+
+    def pack(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Cut tokens into records.
+
+        Parameters
+        ----------
+        keys : ``[batch, heads, T, key_width]``
+        values : ``[batch, heads, T, value_width]``
+
+        Returns
+        -------
+        ``[batch * heads, ceil(T / tokens), elements]``; what follows the last token in the last record is zero.
+        """
+
+        def cut(rows: torch.Tensor) -> torch.Tensor:
+            missing = -rows.shape[2] % self.tokens
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, missing)).flatten(0, 1)
+            return rows.unflatten(1, (-1, self.tokens)).flatten(2)
+
+        return torch.cat([cut(keys), cut(values)], dim=2)
+
+    def pack_selected(
+        self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor
+    ) -> torch.Tensor:
+        """Collect chosen records of a history that lies in `keys` and `values` from position 0 on.
+
+        Parameters
+        ----------
+        keys, values : ``[batch, heads, T, width]``
+        records : int64 ``[batch * heads, n]``
+            -1 for none; such an entry, and what follows the last token of the history, is unspecified.
+
+        Returns
+        -------
+        ``[batch * heads, n, elements]``
+        """
+        batch, heads, length, _ = keys.shape
+        within = torch.arange(self.tokens, device=records.device)
+        token = (records[:, :, None] * self.tokens + within).clamp(0, length - 1)
+        token = token.view(batch, heads, -1, 1)
+
+        def collect(rows: torch.Tensor) -> torch.Tensor:
+            chosen = rows.gather(2, token.expand(-1, -1, -1, rows.shape[3]))
+            return chosen.view(batch * heads, records.shape[1], self.tokens * rows.shape[3])
+
+        return torch.cat([collect(keys), collect(values)], dim=2)
+
+    def unpack(self, data: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of consecutive records, as views.
+
+        Parameters
+        ----------
+        data : ``[batch * heads, n, elements]``
+
+        Returns
+        -------
+        ``[batch, heads, n * tokens, key_width]`` and ``[batch, heads, n * tokens, value_width]``
+        """
+        lanes, count, _ = data.shape
+        keys, values = data.split([self.tokens * self.key_width, self.tokens * self.value_width], dim=2)
+
+        def join(rows: torch.Tensor, width: int) -> torch.Tensor:
+            return rows.reshape(batch, lanes // batch, count * self.tokens, width)
+
+        return join(keys, self.key_width), join(values, self.value_width)

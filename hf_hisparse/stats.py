@@ -1,0 +1,125 @@
+"""What a cache has read, hit, missed and moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Counters of one hosted layer, summed over its lanes.
+
+    Attributes
+    ----------
+    layer_idx : int
+    steps : int
+        Sparse decode steps.
+    selected : int
+        Records that were read.
+    misses : int
+        Records among them that were fetched from the host.
+    record_bytes : int
+        Bytes of one record.
+    """
+
+    layer_idx: int
+    steps: int = 0
+    selected: int = 0
+    misses: int = 0
+    record_bytes: int = 0
+
+    @property
+    def hits(self) -> int:
+        """Records that were in the hot buffer already."""
+        return self.selected - self.misses
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among the records read; NaN before the first."""
+        return self.hits / self.selected if self.selected else float("nan")
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Bytes that came from the host."""
+        return self.misses * self.record_bytes
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of a cache: per layer in `layers`, and in all; `print` shows a table."""
+
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def steps(self) -> int:
+        """Sparse decode steps."""
+        return max((layer.steps for layer in self.layers), default=0)
+
+    @property
+    def selected(self) -> int:
+        """Records that were read."""
+        return sum(layer.selected for layer in self.layers)
+
+    @property
+    def misses(self) -> int:
+        """Records that were fetched from the host."""
+        return sum(layer.misses for layer in self.layers)
+
+    @property
+    def hits(self) -> int:
+        """Records that were in the hot buffer already."""
+        return self.selected - self.misses
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among the records read; NaN before the first."""
+        return self.hits / self.selected if self.selected else float("nan")
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Bytes that came from the host."""
+        return sum(layer.bytes_fetched for layer in self.layers)
+
+    def __repr__(self) -> str:
+        head = f"{'layer':>6} {'steps':>7} {'selected':>12} {'hits':>12} {'misses':>12} {'hit rate':>9} {'MB fetched':>11}"
+        rows = [(str(layer.layer_idx), layer) for layer in self.layers]
+        lines = [head]
+        for name, row in [*rows, ("all", self)]:
+            lines.append(
+                f"{name:>6} {row.steps:>7} {row.selected:>12} {row.hits:>12} {row.misses:>12} "
+                f"{row.hit_rate:>9.2%} {row.bytes_fetched / 1e6:>11.2f}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the bytes of a cache are.
+
+    Attributes
+    ----------
+    buffer_bytes : int
+        Hot buffers on the GPU: lanes x hosted layers x records x bytes of a record.
+    selector_bytes : int
+        Selector state on the GPU; grows with the history.
+    table_bytes : int
+        Page tables, orders and counters on the GPU.
+    native_bytes : int
+        KV of the native layers on the GPU.
+    host_bytes : int
+        Records in use on the host.
+    host_reserved_bytes : int
+        Host memory held (pinned where there is a GPU).
+    """
+
+    buffer_bytes: int = 0
+    selector_bytes: int = 0
+    table_bytes: int = 0
+    native_bytes: int = 0
+    host_bytes: int = 0
+    host_reserved_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """All of it that is on the GPU."""
+        return self.buffer_bytes + self.selector_bytes + self.table_bytes + self.native_bytes

@@ -1,0 +1,329 @@
+"""What each kernel means, in plain PyTorch.
+
+Every function here has the signature of the kernel of the same name and is its judge: the kernels must give
+the same bits where bytes move and the same result up to the order of sums where they compute. It is also what
+runs on a machine without a GPU, so everything is vectorised over lanes and nothing loops over records.
+
+Shapes and words used throughout
+--------------------------------
+lanes
+    Independent streams of selections, ``batch * heads``; lane ``b * heads + h`` belongs to batch row ``b``.
+E
+    Elements of one record: ``tokens_per_record * (key_width + value_width)``; the keys of all its tokens
+    (``[tokens, key_width]``) come first, then the values (``[tokens, value_width]``).
+pool
+    ``[records, host_lanes, E]`` in (pinned) host memory.
+host_rows
+    int32 ``[batch, capacity]``: the batch row under which a record lies in the pool. Reordering beams permutes
+    this table and moves no data.
+buffer, page_table, slot_records, order
+    The hot buffer of a layer: ``[lanes, B, E]`` data, int32 ``[lanes, capacity]`` record -> slot or -1, its inverse
+    int32 ``[lanes, B]`` slot -> record or -1, and int32 ``[lanes, B]`` slots from least to most recently used.
+position
+    int64 ``[1]`` on the device: cache position of the query token, counted from 0. A tensor, so that a decode
+    step can be replayed from a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .miss_plan import MissPlan
+
+
+def append(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    pool: torch.Tensor,
+    host_rows: torch.Tensor,
+    buffer: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_records: torch.Tensor,
+    order: torch.Tensor,
+    tokens_per_record: int,
+) -> None:
+    """Store one new token per lane, in the host pool and in a slot (write-allocate).
+
+    The first token of a record takes the slot of the least recently used record and makes it the most recently
+    used; a later token goes to the slot its record has. A record that is still filling but has no slot (its
+    history was cropped) is written to the host alone, to be fetched when it is selected.
+
+    Parameters
+    ----------
+    keys : ``[lanes, key_width]``
+    values : ``[lanes, value_width]``, ``value_width`` may be 0
+    position : int64 ``[1]``
+        Where the token goes; its record is ``position // tokens_per_record``.
+    pool, host_rows, buffer, page_table, slot_records, order
+        See the module; all are updated in place.
+    """
+    lanes, key_width = keys.shape
+    value_width = values.shape[1]
+    batch = host_rows.shape[0]
+    record, offset = divmod(int(position), tokens_per_record)
+    lane = torch.arange(lanes, device=keys.device)
+
+    if offset == 0:
+        slot = order[:, 0].long()
+        evicted = slot_records[lane, slot].long()
+        resident = evicted >= 0
+        page_table[lane[resident], evicted[resident]] = -1
+        page_table[:, record] = slot.to(page_table.dtype)
+        slot_records[lane, slot] = record
+        order.copy_(order.roll(-1, dims=1))
+        host_rows[:, record] = torch.arange(batch, dtype=host_rows.dtype, device=host_rows.device)
+
+    key_at = offset * key_width
+    value_at = tokens_per_record * key_width + offset * value_width
+    host = pool[record]
+    host[:lanes, key_at : key_at + key_width] = keys.to(host.device)
+    host[:lanes, value_at : value_at + value_width] = values.to(host.device)
+    slot = page_table[:, record].long()
+    here = slot >= 0
+    buffer[lane[here], slot[here], key_at : key_at + key_width] = keys[here]
+    buffer[lane[here], slot[here], value_at : value_at + value_width] = values[here]
+
+
+def resolve(
+    selection: torch.Tensor,
+    position: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_records: torch.Tensor,
+    order: torch.Tensor,
+    counters: torch.Tensor,
+    slots: torch.Tensor,
+    plan: MissPlan,
+    tokens_per_record: int,
+) -> None:
+    """Turn selected records into slots, and plan the fetch of those that have none.
+
+    1. -1 in a selection is padding, its slot is -1. Duplicates are legal: all get one slot, fetched once.
+    2. Hits keep their slot. Misses, in selection order, take the least recently used slots that no record of
+       this selection holds.
+    3. The new order is: stale slots (old relative order), slots of the misses (selection order), slots of the
+       hits (old relative order). While the whole history fits the buffer and nothing is missing, the order stays
+       as it is.
+
+    Parameters
+    ----------
+    selection : int32 or int64 ``[lanes, k]``, ``k <= B``
+        Records to read, -1 for none; every record is below the table's capacity.
+    position : int64 ``[1]``
+        The history holds ``position // tokens_per_record + 1`` records.
+    page_table, slot_records, order
+        The hot buffer's state, updated in place.
+    counters : int64 ``[lanes, 2]``
+        Running totals, added to in place: valid selection entries, and misses among them (a duplicate counts
+        as a hit).
+    slots : int32 ``[lanes, k]``
+        Output: the slot of each selected record, -1 for padding. Every element is written.
+    plan : MissPlan
+        Output: what `fetch` must bring. Every element is written.
+    """
+    lanes, k = selection.shape
+    slot_count = order.shape[1]
+    device = selection.device
+    valid = selection >= 0
+    record = selection.clamp(min=0).long()
+    slot = torch.where(valid, page_table.gather(1, record), -1)
+    missing = valid & (slot < 0)
+
+    index = torch.arange(k, device=device).expand(lanes, k)
+    first = torch.full_like(page_table, k, dtype=torch.int64)
+    first.scatter_reduce_(1, record, torch.where(missing, index, k), "amin")
+    fetched = missing & (first.gather(1, record) == index)  # the first of its duplicates
+    rank = fetched.cumsum(1) - 1
+    count = fetched.sum(1)
+
+    def compact(source: torch.Tensor) -> torch.Tensor:
+        """The fetched entries of `source`, in selection order, -1 after the last."""
+        out = torch.full((lanes, k + 1), -1, dtype=torch.int32, device=device)
+        return out.scatter_(1, torch.where(fetched, rank, k), source.to(torch.int32))[:, :k]
+
+    plan.count.copy_(count)
+    plan.records.copy_(compact(record))
+    counters[:, 0] += valid.sum(1)
+    counters[:, 1] += count
+
+    held = torch.zeros(lanes, slot_count + 1, dtype=torch.bool, device=device)
+    held.scatter_(1, torch.where(slot >= 0, slot, slot_count).long(), True)
+    stale = ~held.gather(1, order.long())
+    stale_rank = stale.cumsum(1) - 1
+    stale_count = stale.sum(1, keepdim=True)
+    victim = stale & (stale_rank < count[:, None])
+
+    # Sort the old order by its new place: stale, then the misses' slots, then hits; each group keeps its order.
+    place = torch.where(stale, torch.where(victim, 1, 0), 2)
+    new_order = order.gather(1, place.argsort(dim=1, stable=True))
+    first_miss = stale_count - count[:, None]
+    miss_at = (first_miss + torch.arange(k, device=device)).clamp(max=slot_count - 1)
+    miss_slots = torch.where(
+        torch.arange(k, device=device) < count[:, None], new_order.gather(1, miss_at), -1
+    )
+    plan.slots.copy_(miss_slots)
+
+    # Forget the evicted, install the fetched.
+    lane_of, at = (plan.slots >= 0).nonzero(as_tuple=True)
+    target = plan.slots[lane_of, at].long()
+    evicted = slot_records[lane_of, target].long()
+    was_resident = evicted >= 0
+    page_table[lane_of[was_resident], evicted[was_resident]] = -1
+    page_table[lane_of, plan.records[lane_of, at].long()] = plan.slots[lane_of, at]
+    slot_records[lane_of, target] = plan.records[lane_of, at]
+
+    slots.copy_(torch.where(valid, page_table.gather(1, record), -1))
+    history_fits = int(position) // tokens_per_record + 1 <= slot_count
+    untouched = (count == 0)[:, None] & history_fits
+    order.copy_(torch.where(untouched, order, new_order))
+
+
+def fetch(
+    pool: torch.Tensor,
+    host_rows: torch.Tensor,
+    plan: MissPlan,
+    buffer: torch.Tensor,
+) -> None:
+    """Copy the planned records from the host pool into their slots, byte for byte.
+
+    Parameters
+    ----------
+    pool : ``[records, host_lanes, E]``
+        Pinned when `buffer` is on a GPU: the GPU's threads read it directly. ``E`` elements must be a multiple of
+        16 bytes.
+    host_rows : int32 ``[batch, capacity]``
+    plan : MissPlan
+        Lane ``l`` receives record ``plan.records[l, i]`` in slot ``plan.slots[l, i]`` for ``i < plan.count[l]``.
+    buffer : ``[lanes, B, E]``
+        Output; slots that the plan does not name are not touched.
+    """
+    lanes = buffer.shape[0]
+    heads = lanes // host_rows.shape[0]
+    index = torch.arange(plan.records.shape[1], device=plan.count.device)
+    lane, at = (index < plan.count[:, None]).nonzero(as_tuple=True)
+    record = plan.records[lane, at].long()
+    host_lane = host_rows[lane // heads, record].long() * heads + lane % heads
+    data = pool[record.to(pool.device), host_lane.to(pool.device)]
+    buffer[lane, plan.slots[lane, at].long()] = data.to(buffer.device)
+
+
+def gqa_decode(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    selection: torch.Tensor,
+    slots: torch.Tensor,
+    position: torch.Tensor,
+    allowed: torch.Tensor | None,
+    tokens_per_record: int,
+    key_width: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of one query token per lane over the selected records, read from their slots.
+
+    ``softmax(scaling * q @ k.T) @ v`` over the tokens of the selected records that are not after `position`
+    and are allowed; sums run in selection order, whatever the slots are. fp32 accumulation.
+
+    Parameters
+    ----------
+    query : ``[lanes, group, key_width]``
+        The query heads that share the lane's KV head.
+    buffer : ``[lanes, B, E]``
+    selection : int ``[lanes, k]``
+        Selected records without duplicates, -1 for none.
+    slots : int32 ``[lanes, k]``
+        Where `resolve` put them.
+    position : int64 ``[1]``
+    allowed : bool ``[batch, tokens]`` or None
+        False for padding keys, by cache position; None when there is no padding. ``tokens > position``.
+    scaling : float
+        Usually ``key_width ** -0.5``.
+
+    Returns
+    -------
+    ``[lanes, group, value_width]`` in the query's dtype; zeros where no token may be read.
+    """
+    lanes, k = selection.shape
+    value_width = buffer.shape[2] // tokens_per_record - key_width
+    lane = torch.arange(lanes, device=buffer.device)[:, None]
+    data = buffer[lane, slots.clamp(min=0).long()].float()  # [lanes, k, E]
+    keys, values = data.split([tokens_per_record * key_width, tokens_per_record * value_width], dim=2)
+    keys = keys.reshape(lanes, k * tokens_per_record, key_width)
+    values = values.reshape(lanes, k * tokens_per_record, value_width)
+
+    token = selection[:, :, None] * tokens_per_record + torch.arange(tokens_per_record, device=buffer.device)
+    readable = (selection[:, :, None] >= 0) & (token <= position)
+    token, readable = token.flatten(1), readable.flatten(1)  # [lanes, k * tokens]
+    if allowed is not None:
+        per_lane = allowed.repeat_interleave(lanes // allowed.shape[0], dim=0)
+        readable &= per_lane.gather(1, token.clamp(0, allowed.shape[1] - 1).long())
+
+    # A slot may hold anything where its record has no token yet, NaN included: no product may touch it.
+    keys = keys.masked_fill(~readable[:, :, None], 0.0)
+    values = values.masked_fill(~readable[:, :, None], 0.0)
+    scores = scaling * (query.float() @ keys.transpose(1, 2))
+    scores = scores.masked_fill(~readable[:, None, :], float("-inf"))
+    weights = torch.nan_to_num(torch.softmax(scores, dim=-1))  # all -inf: no token may be read
+    return (weights @ values).to(query.dtype)
+
+
+def quest_update(
+    keys: torch.Tensor,
+    valid: torch.Tensor | None,
+    position: torch.Tensor,
+    bounds: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Add one token's key to the channel-wise minimum and maximum of its page.
+
+    Parameters
+    ----------
+    keys : ``[lanes, D]``
+    valid : bool ``[batch]`` or None
+        False where the token is padding, which enters no page.
+    position : int64 ``[1]``
+        The token's page is ``position // page_size``; its first token starts the page afresh.
+    bounds : ``[lanes, capacity, 2, D]`` in the keys' dtype
+        Minimum and maximum per page, updated in place; ``+inf, -inf`` for a page without a key.
+    """
+    page, offset = divmod(int(position), page_size)
+    if offset == 0:
+        bounds[:, page, 0] = float("inf")
+        bounds[:, page, 1] = float("-inf")
+    low, high = keys, keys
+    if valid is not None:
+        per_lane = valid.repeat_interleave(keys.shape[0] // valid.shape[0])[:, None]
+        low = torch.where(per_lane, keys, float("inf"))
+        high = torch.where(per_lane, keys, float("-inf"))
+    bounds[:, page, 0] = torch.minimum(bounds[:, page, 0], low)
+    bounds[:, page, 1] = torch.maximum(bounds[:, page, 1], high)
+
+
+def quest_scores(
+    query: torch.Tensor,
+    bounds: torch.Tensor,
+    position: torch.Tensor,
+    page_size: int,
+) -> torch.Tensor:
+    """Upper bound of q.k over each complete page before the query's own, the best of the query group.
+
+    ``max over the group of sum over channels of max(q * min, q * max)`` (Quest, Tang et al. 2024, eq. 2). As
+    ``max(q * min, q * max)`` is ``q * max`` for ``q >= 0`` and ``q * min`` otherwise, it is two matrix products.
+
+    Parameters
+    ----------
+    query : ``[lanes, group, D]``
+    bounds : ``[lanes, capacity, 2, D]``
+    position : int64 ``[1]``
+
+    Returns
+    -------
+    fp32 ``[lanes, capacity]``; -inf for the query's own page, those after it and those without a key.
+    """
+    low, high = bounds.float().unbind(2)
+    page = torch.arange(bounds.shape[1], device=bounds.device)
+    candidate = (page < position // page_size) & (low <= high).any(2)
+    low = low.masked_fill(~candidate[:, :, None], 0.0).transpose(1, 2)
+    high = high.masked_fill(~candidate[:, :, None], 0.0).transpose(1, 2)
+    query = query.float()
+    scores = (query.clamp(min=0) @ high + query.clamp(max=0) @ low).amax(1)
+    return scores.masked_fill(~candidate, float("-inf"))
