@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from .enable import enable, is_enabled, text_config
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
+from .models.gqa import GqaLayer
 from .selector import Selector
 from .stats import Memory, Stats
 
@@ -76,16 +77,17 @@ class HiSparseCache(Cache):
         # Addresses only: a layer can at most hold what its share of the machine's memory allows.
         reachable = max(self._host_limit or 0, available_host_memory())
         self._settings = LayerSettings(
-            selector=selector,
+            top_k=selector.top_k,
             device_buffer_records=buffer_tokens // selector.page_size,
             decode_rows=decode_rows,
             verify=verify,
             reserve_bytes=2 * reachable // len(hosted),
         )
         for index in hosted:
-            layers[index] = HostedLayer(index, self._settings)
+            layers[index] = GqaLayer(index, self._settings, selector)
         super().__init__(layers=layers)
         self._config = config
+        self._selector = selector
         self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
         if isinstance(model, PreTrainedModel):
             enable(model)
@@ -271,9 +273,9 @@ class HiSparseCache(Cache):
     def __repr__(self) -> str:
         settings, memory = self._settings, self.memory()
         records = settings.device_buffer_records
-        size = settings.selector.page_size
+        size = self._selector.page_size
         return (
-            f"HiSparseCache({settings.selector!r}, device_buffer_tokens={records * size}, "
+            f"HiSparseCache({self._selector!r}, device_buffer_tokens={records * size}, "
             f"decode_rows={settings.decode_rows}, verify={settings.verify})\n"
             f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"

@@ -6,9 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .attention import IMPLEMENTATIONS
-
-_BASES = {name: base for base, name in IMPLEMENTATIONS.items()}
+from .attention import BASES, IMPLEMENTATIONS
 
 
 def text_config(config: Any) -> Any:
@@ -18,7 +16,7 @@ def text_config(config: Any) -> Any:
 
 def is_enabled(config: Any) -> bool:
     """Whether the model of this configuration understands `HiSparseCache`."""
-    return text_config(config)._attn_implementation in _BASES
+    return text_config(config)._attn_implementation in BASES
 
 
 def enable(model: PreTrainedModel) -> None:
@@ -32,7 +30,7 @@ def enable(model: PreTrainedModel) -> None:
         If the model's attention cannot be switched, or is neither "sdpa" nor "eager".
     """
     current = text_config(model.config)._attn_implementation
-    if current in _BASES:
+    if current in BASES:
         return
     if current not in IMPLEMENTATIONS:
         raise ValueError(
@@ -50,8 +48,8 @@ def enable(model: PreTrainedModel) -> None:
 def disable(model: PreTrainedModel) -> None:
     """Give `model` back the attention it had before `enable`; calling it again changes nothing."""
     current = text_config(model.config)._attn_implementation
-    if current in _BASES:
-        _switch(model, _BASES[current])
+    if current in BASES:
+        _switch(model, BASES[current])
 
 
 def _switch(model: PreTrainedModel, implementation: str) -> None:

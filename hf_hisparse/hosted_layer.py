@@ -1,7 +1,10 @@
-"""One hosted layer's life: append, select, resolve, and all that a cache must do between."""
+"""One hosted layer's life: append, resolve, and all that a cache must do between."""
 
 from __future__ import annotations
 
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +15,7 @@ from .host_memory import PinnedArea
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .records import RecordLayout
-from .selector import LayerShape, Selector, SelectorState
+from .selector import LayerShape, SelectorState
 from .stats import LayerStats
 
 LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
@@ -21,9 +24,23 @@ _GROWTH_TOKENS = 1024
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What all hosted layers of a cache share."""
+    """What all hosted layers of a cache share.
 
-    selector: Selector
+    Attributes
+    ----------
+    top_k : int
+        Records that one query reads, per lane.
+    device_buffer_records : int
+        Slots per lane.
+    decode_rows : int
+        Most new tokens per row of a decode call.
+    verify : bool
+        Compare each slot that is read with the host.
+    reserve_bytes : int
+        Address space of a layer's host pool.
+    """
+
+    top_k: int
     device_buffer_records: int
     decode_rows: int
     verify: bool
@@ -31,7 +48,7 @@ class LayerSettings:
 
 
 @dataclass(frozen=True)
-class _NewTokens:
+class NewTokens:
     """Keys and values that `update` took and attention has not read yet."""
 
     keys: torch.Tensor
@@ -43,7 +60,7 @@ class HostedLayer(CacheLayerMixin):
     """A cache layer whose main KV lives on the host, with a hot buffer on the device.
 
     `update` returns only the new rows; the attention function finds this layer through an attribute of the key tensor
-    and calls `history` (prefill) or `append` / `select` / `read` (decode).
+    and calls `attend`, which each family of models implements with the parts given here.
     """
 
     is_compileable = False
@@ -59,7 +76,7 @@ class HostedLayer(CacheLayerMixin):
         self.shape: LayerShape | None = None
         self.steps = 0
         self._length = 0
-        self._new: _NewTokens | None = None
+        self._new: NewTokens | None = None
         self._valid: torch.Tensor | None = None  # bool [batch, tokens], once any padding was announced
         self._area: PinnedArea | None = None
 
@@ -84,16 +101,50 @@ class HostedLayer(CacheLayerMixin):
             self.layout = layout
             self.pool = HostPool(batch, heads, layout, device, self._area)
             self.buffer = HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, device)
-            self.state = self.settings.selector.new_state(shape)
+            self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.shape = shape
         self.is_initialized = True
 
+    @abstractmethod
     def layout_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> RecordLayout:
-        """The record layout for keys and values of these widths."""
-        return RecordLayout(
-            self.settings.selector.page_size, key_states.shape[3], value_states.shape[3], key_states.dtype
-        )
+        """The record layout for keys and values ``[batch, heads, T, width]`` of these widths."""
+
+    @abstractmethod
+    def new_state(self, shape: LayerShape) -> SelectorState:
+        """The empty selector state of this layer."""
+
+    @abstractmethod
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        base: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of the new tokens over all that is held.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            The attention module that asks.
+        query : ``[batch, query heads, S, width]``
+        mask : bool or additive ``[batch, 1, S, T]`` or None
+        base : callable
+            The attention that the model would use without HiSparse.
+        kwargs : dict
+            What else the model passes to its attention.
+
+        Returns
+        -------
+        ``[batch, S, query heads, value width]``, and attention weights or None.
+        """
+
+    @property
+    def name(self) -> str:
+        """How error messages call this layer."""
+        return f"HiSparse, layer {self.layer_idx}"
 
     def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
         """Whether what a reset left behind can serve this shape."""
@@ -118,7 +169,7 @@ class HostedLayer(CacheLayerMixin):
         self._grow(self._length + key_states.shape[2])
         keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
         setattr(keys, LAYER_ATTRIBUTE, self)
-        self._new = _NewTokens(keys, values, self._length)
+        self._new = NewTokens(keys, values, self._length)
         self._length += key_states.shape[2]
         return keys, values
 
@@ -144,7 +195,7 @@ class HostedLayer(CacheLayerMixin):
     def capacity_for(self, tokens: int, record_tokens: int) -> int:
         """Records to make room for when `tokens` must fit: an eighth more, so that growth is rare."""
         room = tokens + max(_GROWTH_TOKENS, tokens // 8)
-        return max(-(-room // record_tokens), self.settings.selector.top_k)
+        return max(-(-room // record_tokens), self.settings.top_k)
 
     def host_bytes_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Host bytes that holding `tokens` tokens of this shape takes, beyond what is pinned already."""
@@ -165,11 +216,26 @@ class HostedLayer(CacheLayerMixin):
         self.buffer.grow(capacity)
         self.state.grow(capacity)
 
-    # ------------------------------------------------------------------ prefill
+    # ------------------------------------------------------------------ parts of attention
+
+    def new_tokens(self) -> NewTokens:
+        """What `update` took last.
+
+        Raises
+        ------
+        RuntimeError
+            If attention has read it already.
+        """
+        if self._new is None:
+            raise RuntimeError(
+                f"{self.name}: attention asks for keys that another layer has consumed; models whose layers share keys "
+                "and values are not supported: use DynamicCache for them"
+            )
+        return self._new
 
     def history(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens, the new ones included: ``[batch, heads, T, width]`` on the device."""
-        new = self._taken()
+        new = self.new_tokens()
         if new.start == 0:
             return new.keys, new.values
         full = []
@@ -180,49 +246,13 @@ class HostedLayer(CacheLayerMixin):
         self.pool.read_tokens(full[0][:, :, : new.start], full[1][:, :, : new.start])
         return full[0], full[1]
 
-    def finish_prefill(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
-    ) -> None:
-        """Store the new tokens and warm the hot buffer from what is on the device anyway.
-
-        Parameters
-        ----------
-        query : ``[lanes, group, key_width]``
-            Of the last new token.
-        keys, values : ``[batch, heads, T, width]``
-            The whole history.
-        valid : bool ``[batch, new tokens]`` or None
-            False for padding.
-        """
-        new = self._taken()
-        size = self.layout.tokens
-        first = new.start // size
-        tail = slice(first * size, None)
-        self.pool.write(first, keys[:, :, tail], values[:, :, tail])
-        self._note_padding(new.start, valid)
-        self.state.extend(new.keys, new.start, valid)
-        self.position.fill_(self._length - 1)
-        selection = self.state.select(query, self.position)
-        records = self.buffer.choose(selection, self.layout.count(self._length))
-        self.buffer.fill(records, self.layout.pack_selected(keys, values, records))
-        self.position.fill_(self._length)
-        self._new = None
-
-    def _taken(self) -> _NewTokens:
-        if self._new is None:
-            raise RuntimeError(
-                f"layer {self.layer_idx}: attention asked for keys that another layer has consumed; models whose layers "
-                "share keys and values are not supported: use DynamicCache for them"
-            )
-        return self._new
-
-    def _note_padding(self, start: int, valid: torch.Tensor | None) -> None:
-        """Remember which of the tokens from `start` on are padding; everything before the first mask is not."""
+    def note_padding(self, valid: torch.Tensor | None) -> None:
+        """Remember which of the new tokens are padding: `valid` bool ``[batch, new tokens]``, None for no padding."""
         if valid is None and self._valid is None:
             return
-        stop = self._length
+        assert self.shape is not None
+        start, stop = self.new_tokens().start, self._length
         if self._valid is None or self._valid.shape[1] < stop:
-            assert self.shape is not None
             capacity = self.pool.records.shape[0] * self.layout.tokens
             old = self._valid
             self._valid = torch.ones((self.shape.batch, capacity), dtype=torch.bool, device=self.shape.device)
@@ -230,35 +260,37 @@ class HostedLayer(CacheLayerMixin):
                 self._valid[:, : old.shape[1]] = old
         self._valid[:, start:stop] = True if valid is None else valid
 
-    # ------------------------------------------------------------------ decode
+    def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the new tokens of a prefill to the host: `keys`, `values` ``[batch, heads, T, width]``, the whole history."""
+        first = self.new_tokens().start // self.layout.tokens
+        tail = slice(first * self.layout.tokens, None)
+        self.pool.write(first, keys[:, :, tail], values[:, :, tail])
 
-    def begin_decode(self, valid: torch.Tensor | None) -> _NewTokens:
-        """The new tokens of a decode call; `valid` bool ``[batch, new tokens]`` or None."""
-        new = self._taken()
-        self._note_padding(new.start, valid)
+    def warm(self, selection: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill the hot buffer after a prefill with what the last query selected, then the newest, off the device copy."""
+        records = self.buffer.choose(selection, self.layout.count(self._length))
+        self.buffer.fill(records, self.layout.pack_selected(keys, values, records))
+        self.position.fill_(self._length)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the token at `position`: ``[lanes, width]``."""
         self.pool.wait()
-        return new
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Store the token at `position`: ``[lanes, width]``, `valid` bool ``[batch]`` or None."""
         self.buffer.append(keys, values, self.position, self.pool)
-        self.state.append(keys, self.position, valid)
 
-    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The records that the query at `position` (``[lanes, group, key_width]``) reads, and their slots."""
-        selection = self.state.select(query, self.position)
+    def read(self, selection: torch.Tensor) -> torch.Tensor:
+        """Make the records that the query at `position` reads resident; their slots, int32 ``[lanes, k]``."""
         slots = self.buffer.read(selection, self.position, self.pool)
         if self.settings.verify:
             self._verify(selection, slots)
-        return selection, slots
+        return slots
 
     def advance(self) -> None:
-        """Go on to the next token."""
+        """Go on to the next token of a decode call."""
         self.position.add_(1)
         self.steps += 1
 
-    def end_decode(self) -> None:
-        """The new tokens have been read."""
+    def finish(self) -> None:
+        """Attention has read the new tokens."""
         self._new = None
 
     def _verify(self, selection: torch.Tensor, slots: torch.Tensor) -> None:
@@ -356,10 +388,10 @@ class HostedLayer(CacheLayerMixin):
 
     def clone(self) -> HostedLayer:
         """An independent copy, with pinned memory of its own."""
-        other = HostedLayer(self.layer_idx, self.settings)
+        other = copy.copy(self)
         if not self._length or self.shape is None:
+            other.shape, other._area, other.is_initialized = None, None, False
             return other
-        other.__dict__.update(self.__dict__)
         other._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
         other.pool = self.pool.clone(self.layout.count(self._length), other._area)
         other.buffer = self.buffer.clone()
@@ -387,4 +419,4 @@ class HostedLayer(CacheLayerMixin):
         return self.layout.count(self._length) * self.pool.record_nbytes
 
     def __repr__(self) -> str:
-        return f"HostedLayer({self.layer_idx}, tokens={self._length})"
+        return f"{type(self).__name__}({self.layer_idx}, tokens={self._length})"

@@ -21,12 +21,24 @@ class RecordLayout:
     key_width, value_width : int
         Elements per token; `value_width` is 0 where one row serves as both.
     dtype : torch.dtype
+
+    Raises
+    ------
+    ValueError
+        If a record is not a multiple of 16 bytes, the unit in which GPU threads read the host.
     """
 
     tokens: int
     key_width: int
     value_width: int
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.nbytes % 16:
+            raise ValueError(
+                f"a record of {self.tokens} tokens x ({self.key_width} + {self.value_width}) x {self.dtype} has "
+                f"{self.nbytes} bytes, which must be a multiple of 16: take a larger page size, a multiple of 16"
+            )
 
     @property
     def elements(self) -> int:

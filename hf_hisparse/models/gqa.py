@@ -1,0 +1,107 @@
+"""Grouped-query attention with a selector: a record is a page of tokens of one KV head, keys and values together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hisparse_kernels.gqa_decode import gqa_decode
+
+from ..gradients import without_gradient
+from ..hosted_layer import HostedLayer, LayerSettings
+from ..masks import allowed_keys, valid_tokens
+from ..records import RecordLayout
+from ..selector import LayerShape, Selector, SelectorState
+
+
+class GqaLayer(HostedLayer):
+    """A hosted layer whose records a `Selector` chooses. Lane = batch row x KV head."""
+
+    state: SelectorState
+
+    def __init__(self, layer_idx: int, settings: LayerSettings, selector: Selector) -> None:
+        super().__init__(layer_idx, settings)
+        self.selector = selector
+
+    def layout_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> RecordLayout:
+        """Pages of the selector's size."""
+        return RecordLayout(
+            self.selector.page_size, key_states.shape[3], value_states.shape[3], key_states.dtype
+        )
+
+    def new_state(self, shape: LayerShape) -> SelectorState:
+        """The selector's state for this layer."""
+        return self.selector.new_state(shape)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        base: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of the new tokens: dense over the whole history in a prefill, sparse in a decode call."""
+        if query.shape[2] > self.settings.decode_rows:
+            return self._prefill(module, query, mask, base, kwargs)
+        scaling = kwargs.get("scaling")
+        with torch.no_grad():
+            output = self._decode(query, mask, query.shape[3] ** -0.5 if scaling is None else scaling)
+        return without_gradient(output, query), None
+
+    def _prefill(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        base: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        new = self.new_tokens()
+        keys, values = self.history()
+        output, weights = base(module, query, keys, values, mask, **kwargs)
+        with torch.no_grad():
+            valid = valid_tokens(allowed_keys(mask, query.shape[0]), query.shape[2])
+            self.note_padding(valid)
+            self.store(keys, values)
+            self.state.extend(new.keys, new.start, valid)
+            self.position.fill_(self.get_seq_length() - 1)
+            self.warm(self.state.select(self._lanes(query[:, :, -1]), self.position), keys, values)
+            self.finish()
+        return (without_gradient(output) if new.start else output), weights
+
+    def _decode(self, query: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+        """One new token after another, each with a selection of its own: ``[batch, S, query heads, value_width]``."""
+        batch, heads, count, _ = query.shape
+        allowed = allowed_keys(mask, batch)
+        valid = valid_tokens(allowed, count)
+        self.note_padding(valid)
+        new = self.new_tokens()
+        outputs = []
+        for i in range(count):
+            keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
+            self.append(keys, values)
+            self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
+            row = self._lanes(query[:, :, i])
+            selection = self.state.select(row, self.position)
+            output = gqa_decode(
+                row,
+                self.buffer.data,
+                selection,
+                self.read(selection),
+                self.position,
+                None if allowed is None else allowed[:, i],
+                self.layout.tokens,
+                self.layout.key_width,
+                scaling,
+            )
+            self.advance()
+            outputs.append(output.view(batch, heads, -1))
+        self.finish()
+        return torch.stack(outputs, dim=1)
+
+    def _lanes(self, query: torch.Tensor) -> torch.Tensor:
+        """``[batch, query heads, width]`` -> ``[lanes, group, width]``."""
+        return query.reshape(self.buffer.order.shape[0], -1, query.shape[-1])
