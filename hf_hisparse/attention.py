@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .hosted_layer import LAYER_ATTRIBUTE, HostedLayer
 from .masks import check_mask
+from .resident_layer import ResidentLayer
 
 # The implementation a model had -> the one it gets. One name per base, so that the base survives copying a model.
 IMPLEMENTATIONS = {"sdpa": "hisparse", "eager": "hisparse_eager"}
@@ -52,7 +53,7 @@ def _attention(
     ``[batch, S, query heads, value_width]``, and None or the base's attention weights.
     """
     base = _base_attention(module)
-    layer: HostedLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
+    layer: HostedLayer | ResidentLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
         return base(module, query, key, value, attention_mask, **kwargs)
     _check_arguments(layer, kwargs)
@@ -60,7 +61,7 @@ def _attention(
     return layer.attend(module, query, attention_mask, base, kwargs)
 
 
-def _check_arguments(layer: HostedLayer, kwargs: dict[str, Any]) -> None:
+def _check_arguments(layer: HostedLayer | ResidentLayer, kwargs: dict[str, Any]) -> None:
     for name in _UNSUPPORTED_ARGUMENTS:
         value = kwargs.get(name)
         if value is not None and value is not False:

@@ -12,9 +12,12 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .enable import enable, is_enabled, text_config
+from .graphs import DecodeGraphs
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
 from .models.gqa import GqaLayer
+from .padding import Padding
+from .resident_layer import ResidentLayer
 from .selector import Selector
 from .stats import Memory, Stats
 
@@ -44,6 +47,8 @@ class HiSparseCache(Cache):
         The most host memory this cache may take, in bytes or as text ("64GiB"). Default: what is available.
     verify : bool
         Compare, in every step, each slot that is read with the host, bit for bit. Slow.
+    graphs : bool
+        Replay decode steps from a CUDA graph where the model allows it; False runs them eagerly.
 
     Raises
     ------
@@ -66,6 +71,7 @@ class HiSparseCache(Cache):
         decode_rows: int = 32,
         host_memory: int | str | None = None,
         verify: bool = False,
+        graphs: bool = True,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
         selector = _checked_selector(selector)
@@ -83,11 +89,16 @@ class HiSparseCache(Cache):
             verify=verify,
             reserve_bytes=2 * reachable // len(hosted),
         )
+        self.padding = Padding()
         for index in hosted:
-            layers[index] = GqaLayer(index, self._settings, selector)
+            layers[index] = GqaLayer(index, self._settings, self.padding, selector)
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[index] = ResidentLayer(index, self.padding)
         super().__init__(layers=layers)
         self._config = config
         self._selector = selector
+        self.graphs = DecodeGraphs(self, enabled=graphs)
         self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
         if isinstance(model, PreTrainedModel):
             enable(model)
@@ -162,6 +173,14 @@ class HiSparseCache(Cache):
                 "the machine has more"
             )
 
+    def check_batch(self, batch: int) -> None:
+        """Refuse another batch size than that of the tokens held (ValueError)."""
+        if batch != self._batch:
+            raise ValueError(
+                f"HiSparseCache: a call with batch size {batch}, but {self._batch} is held: pass what the tokens held came "
+                "with, or call cache.reset() first"
+            )
+
     def _check_states(
         self, layer: Any, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
@@ -181,6 +200,33 @@ class HiSparseCache(Cache):
             f"HiSparseCache, layer {layer_idx}: keys and values with {'; '.join(wrong)}: pass what the tokens held came "
             "with, or call cache.reset() first"
         )
+
+    # ------------------------------------------------------------------ what captured steps need
+
+    @property
+    def verifies(self) -> bool:
+        """Whether every step is compared with the host."""
+        return self._settings.verify
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever memory that a decode step uses moves."""
+        return (self.padding.version, *(layer.version for layer in self.layers))  # type: ignore[union-attr]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        layer = self.hosted_layers[0]
+        return layer.pool.records.shape[0] * layer.layout.tokens
+
+    def make_room(self, tokens: int) -> None:
+        """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
+        self._check_whole()
+        total = self.get_seq_length() + tokens
+        asked = sum(layer.host_bytes_to_grow(total) for layer in self.hosted_layers)
+        self._check_host_memory(asked, f"{total} tokens")
+        for layer in self.layers:
+            layer.grow(total)  # type: ignore[union-attr]
 
     # ------------------------------------------------------------------ changing what is held
 
@@ -203,35 +249,45 @@ class HiSparseCache(Cache):
                 )
             tokens = min(0, tokens - self.get_seq_length())
         super().crop(tokens)
+        self.padding.crop(self.get_seq_length())
 
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
         fresh = DynamicCache(config=self._config).layers  # some versions only zero a layer they reset
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, HostedLayer):
+            if isinstance(layer, HostedLayer | ResidentLayer):
                 layer.reset()
             else:
                 self.layers[index] = fresh[index]
+        self.padding.reset()
         self._states.clear()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
+        super().reorder_cache(beam_idx)
+        self.padding.rearrange(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
         used = self.memory().host_bytes
         self._check_host_memory(used * repeats, f"{repeats} copies of each row")
+        rows = torch.arange(self._batch).repeat_interleave(repeats)
         super().batch_repeat_interleave(repeats)
-        self._rows_changed()
+        self._rows_changed(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch rows `indices`."""
+        rows = torch.arange(self._batch, device=indices.device)[indices]
         super().batch_select_indices(indices)
-        self._rows_changed()
+        self._rows_changed(rows)
 
-    def _rows_changed(self) -> None:
-        for layer in self.hosted_layers:
-            if layer.shape is not None:
-                batch = layer.shape.batch
-                self._states = {index: (batch, *state[1:]) for index, state in self._states.items()}
-                return
+    @property
+    def _batch(self) -> int:
+        return next(iter(self._states.values()))[0] if self._states else 0
+
+    def _rows_changed(self, rows: torch.Tensor) -> None:
+        self.padding.rearrange(rows)
+        self._states = {index: (rows.numel(), *state[1:]) for index, state in self._states.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HiSparseCache:
         """An independent cache that holds the same tokens, for another continuation of a shared prefix.
@@ -244,9 +300,14 @@ class HiSparseCache(Cache):
         self._check_whole()
         self._check_host_memory(self.memory().host_reserved_bytes, "a copy of the cache")
         other = copy.copy(self)
+        other.padding = self.padding.clone()
         other.layers = [
-            layer.clone() if isinstance(layer, HostedLayer) else copy.deepcopy(layer, memo) for layer in self.layers
+            layer.clone(other.padding)
+            if isinstance(layer, HostedLayer | ResidentLayer)
+            else copy.deepcopy(layer, memo)
+            for layer in self.layers
         ]
+        other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
         other._states = dict(self._states)
         return other
 
@@ -276,13 +337,14 @@ class HiSparseCache(Cache):
         size = self._selector.page_size
         return (
             f"HiSparseCache({self._selector!r}, device_buffer_tokens={records * size}, "
-            f"decode_rows={settings.decode_rows}, verify={settings.verify})\n"
+            f"decode_rows={settings.decode_rows}, verify={settings.verify}, graphs={self.graphs.enabled})\n"
             f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"
             f"  device: {format_bytes(memory.buffer_bytes)} hot buffers ({records} records of {size} tokens per lane), "
             f"{format_bytes(memory.selector_bytes)} selector state, {format_bytes(memory.table_bytes)} tables, "
             f"{format_bytes(memory.native_bytes)} native KV\n"
-            f"  host: {format_bytes(memory.host_bytes)} in use, {format_bytes(memory.host_reserved_bytes)} held"
+            f"  host: {format_bytes(memory.host_bytes)} in use, {format_bytes(memory.host_reserved_bytes)} held\n"
+            f"  CUDA graphs: {self.graphs!r}"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .attention import BASES, IMPLEMENTATIONS
+from .graphs import unwrap_forward, wrap_forward
 
 
 def text_config(config: Any) -> Any:
@@ -38,6 +39,7 @@ def enable(model: PreTrainedModel) -> None:
             'call model.set_attn_implementation("sdpa") first'
         )
     _switch(model, IMPLEMENTATIONS[current])
+    wrap_forward(model)
     if not is_enabled(model.config):
         raise ValueError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, which HiSparse "
@@ -50,6 +52,7 @@ def disable(model: PreTrainedModel) -> None:
     current = text_config(model.config)._attn_implementation
     if current in BASES:
         _switch(model, BASES[current])
+        unwrap_forward(model)
 
 
 def _switch(model: PreTrainedModel, implementation: str) -> None:

@@ -8,7 +8,7 @@ from hisparse_kernels.fetch import fetch
 from hisparse_kernels.miss_plan import MissPlan
 
 from .host_memory import PinnedArea
-from .records import RecordLayout
+from .records import RecordLayout, moved
 
 _CHUNK_BYTES = 2**26  # device memory that one step of a long copy may take
 
@@ -185,7 +185,7 @@ class HostPool:
         area : PinnedArea or None
             New memory, needed when ``len(rows) > host_batch``.
         """
-        self.host_rows = self.host_rows.index_select(0, rows)
+        self.host_rows = moved(self.host_rows, rows)
         self.batch = rows.numel()
         self._permuted = True
         if self.batch <= self.host_batch:
@@ -225,5 +225,5 @@ class HostPool:
         """Forget all records; the memory stays pinned."""
         self.wait()
         if self._permuted:
-            self.host_rows = self._own_rows(self.host_rows.shape[1])
+            self.host_rows.copy_(self._own_rows(self.host_rows.shape[1]))
             self._permuted = False

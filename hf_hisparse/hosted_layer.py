@@ -14,9 +14,11 @@ from transformers.cache_utils import CacheLayerMixin
 from .host_memory import PinnedArea
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
+from .padding import Padding
 from .records import RecordLayout
 from .selector import LayerShape, SelectorState
 from .stats import LayerStats
+from .versions import new_version
 
 LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
 _GROWTH_TOKENS = 1024
@@ -69,15 +71,16 @@ class HostedLayer(CacheLayerMixin):
     supports_early_init = False
     _layer_type = None
 
-    def __init__(self, layer_idx: int, settings: LayerSettings) -> None:
+    def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.settings = settings
+        self.padding = padding
+        self.version = new_version()
         self.shape: LayerShape | None = None
         self.steps = 0
         self._length = 0
         self._new: NewTokens | None = None
-        self._valid: torch.Tensor | None = None  # bool [batch, tokens], once any padding was announced
         self._area: PinnedArea | None = None
 
     # The state of an initialised layer.
@@ -103,6 +106,7 @@ class HostedLayer(CacheLayerMixin):
             self.buffer = HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, device)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
+            self.version = new_version()
         self.shape = shape
         self.is_initialized = True
 
@@ -166,7 +170,7 @@ class HostedLayer(CacheLayerMixin):
         """
         if not self._length:
             self.lazy_initialization(key_states, value_states)
-        self._grow(self._length + key_states.shape[2])
+        self.grow(self._length + key_states.shape[2])
         keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
         setattr(keys, LAYER_ATTRIBUTE, self)
         self._new = NewTokens(keys, values, self._length)
@@ -207,7 +211,14 @@ class HostedLayer(CacheLayerMixin):
             return 0
         return self.capacity_for(tokens, layout.tokens) * rows * heads * layout.nbytes - held
 
-    def _grow(self, tokens: int) -> None:
+    def host_bytes_to_grow(self, tokens: int) -> int:
+        """Host bytes that room for `tokens` tokens takes, beyond what is held."""
+        if self.layout.count(tokens) <= self.pool.records.shape[0]:
+            return 0
+        return self.capacity_for(tokens, self.layout.tokens) * self.pool.record_nbytes - self.pool.area.size
+
+    def grow(self, tokens: int) -> None:
+        """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
         needed = self.layout.count(tokens)
         if needed <= min(self.pool.records.shape[0], self.buffer.page_table.shape[1]):
             return
@@ -215,6 +226,7 @@ class HostedLayer(CacheLayerMixin):
         self.pool.grow(capacity)
         self.buffer.grow(capacity)
         self.state.grow(capacity)
+        self.version = new_version()
 
     # ------------------------------------------------------------------ parts of attention
 
@@ -247,18 +259,9 @@ class HostedLayer(CacheLayerMixin):
         return full[0], full[1]
 
     def note_padding(self, valid: torch.Tensor | None) -> None:
-        """Remember which of the new tokens are padding: `valid` bool ``[batch, new tokens]``, None for no padding."""
-        if valid is None and self._valid is None:
-            return
-        assert self.shape is not None
-        start, stop = self.new_tokens().start, self._length
-        if self._valid is None or self._valid.shape[1] < stop:
-            capacity = self.pool.records.shape[0] * self.layout.tokens
-            old = self._valid
-            self._valid = torch.ones((self.shape.batch, capacity), dtype=torch.bool, device=self.shape.device)
-            if old is not None:
-                self._valid[:, : old.shape[1]] = old
-        self._valid[:, start:stop] = True if valid is None else valid
+        """Remember which of the new tokens are padding: `valid` bool ``[batch, new tokens]``, None without a mask."""
+        start = self.new_tokens().start
+        self.padding.note(start, self._length, valid, self.pool.records.shape[0] * self.layout.tokens)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new tokens of a prefill to the host: `keys`, `values` ``[batch, heads, T, width]``, the whole history."""
@@ -288,6 +291,21 @@ class HostedLayer(CacheLayerMixin):
         """Go on to the next token of a decode call."""
         self.position.add_(1)
         self.steps += 1
+
+    def replayed(self) -> None:
+        """A captured decode step of one token was replayed: note what it did not do in Python."""
+        self._length += 1
+        self.steps += 1
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens and decode steps, all that a decode step changes in Python."""
+        return self._length, self.steps
+
+    def restore(self, counts: tuple[int, int]) -> None:
+        """Back to `counts`: a capture failed before anything ran."""
+        self._length, self.steps = counts
+        self._new = None
 
     def finish(self) -> None:
         """Attention has read the new tokens."""
@@ -337,7 +355,7 @@ class HostedLayer(CacheLayerMixin):
             self.pool.wait()
             self.pool.own(begun)
             keys, _ = self.layout.unpack(self.pool.read_range(begun, begun + 1), self.pool.batch)
-            valid = None if self._valid is None else self._valid[:, begun * size : self._length]
+            valid = self.padding.between(begun * size, self._length, keys.device)
             self.state.extend(keys[:, :, :rest], begun * size, valid)
 
     def rearrange(self, rows: torch.Tensor) -> None:
@@ -355,9 +373,9 @@ class HostedLayer(CacheLayerMixin):
         lanes = (rows[:, None] * heads + torch.arange(heads, device=rows.device)).flatten()
         self.buffer.rearrange(lanes)
         self.state.rearrange(lanes)
-        if self._valid is not None:
-            self._valid = self._valid.index_select(0, rows)
-        self.shape = replace(self.shape, batch=batch)
+        if batch != self.shape.batch:
+            self.shape = replace(self.shape, batch=batch)
+            self.version = new_version()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``."""
@@ -377,7 +395,6 @@ class HostedLayer(CacheLayerMixin):
         """Forget everything; pinned memory and the hot buffer stay for the next use."""
         self._length = 0
         self._new = None
-        self._valid = None
         self.steps = 0
         if self.is_initialized:
             self.pool.reset()
@@ -386,9 +403,10 @@ class HostedLayer(CacheLayerMixin):
             self.position.zero_()
             self.is_initialized = False
 
-    def clone(self) -> HostedLayer:
-        """An independent copy, with pinned memory of its own."""
+    def clone(self, padding: Padding) -> HostedLayer:
+        """An independent copy, with pinned memory of its own and the copy's `padding`."""
         other = copy.copy(self)
+        other.padding = padding
         if not self._length or self.shape is None:
             other.shape, other._area, other.is_initialized = None, None, False
             return other
@@ -397,7 +415,7 @@ class HostedLayer(CacheLayerMixin):
         other.buffer = self.buffer.clone()
         other.state = self.state.clone()
         other.position = self.position.clone()
-        other._valid = None if self._valid is None else self._valid.clone()
+        other.version = new_version()
         return other
 
     def stats(self) -> LayerStats:
@@ -410,8 +428,7 @@ class HostedLayer(CacheLayerMixin):
     @property
     def table_nbytes(self) -> int:
         """Device bytes of the bookkeeping."""
-        padding = 0 if self._valid is None else self._valid.nbytes
-        return self.buffer.table_nbytes + self.pool.host_rows.nbytes + self.position.nbytes + padding
+        return self.buffer.table_nbytes + self.pool.host_rows.nbytes + self.position.nbytes
 
     @property
     def host_nbytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from hisparse_kernels.append import append
@@ -10,7 +12,7 @@ from hisparse_kernels.miss_plan import MissPlan
 from hisparse_kernels.resolve import resolve
 
 from .host_pool import HostPool
-from .records import RecordLayout
+from .records import RecordLayout, moved
 
 
 class HotBuffer:
@@ -155,20 +157,17 @@ class HotBuffer:
 
     def rearrange(self, lanes: torch.Tensor) -> None:
         """Let lane `i` hold what lane ``lanes[i]`` held (int64 ``[new lanes]``)."""
-        for name in ("data", "page_table", "slot_records", "order"):
-            setattr(self, name, getattr(self, name).index_select(0, lanes))
         # Counts are summed over lanes: a repeated lane must not count twice.
-        self._counted = self._counted + self.counters.sum(0)
-        self.counters = self.counters.new_zeros((lanes.numel(), 2))
-        self._allocate_outputs(self.slots.shape[1])
+        self._counted += self.counters.sum(0)
+        self.counters.zero_()
+        for name in ("data", "page_table", "slot_records", "order", "counters"):
+            setattr(self, name, moved(getattr(self, name), lanes))
+        if self.slots.shape[0] != lanes.numel():
+            self._allocate_outputs(self.slots.shape[1])
 
     def clone(self) -> HotBuffer:
         """An independent copy."""
-        lanes = torch.arange(self.order.shape[0], device=self.order.device)
-        other = object.__new__(HotBuffer)
-        other.__dict__.update(self.__dict__)
-        other.rearrange(lanes)
-        return other
+        return copy.deepcopy(self)
 
     def reset(self) -> None:
         """Forget all records and counts."""

@@ -118,3 +118,9 @@ class RecordLayout:
             return rows.reshape(batch, lanes // batch, count * self.tokens, width)
 
         return join(keys, self.key_width), join(values, self.value_width)
+
+
+def moved(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`state` with row `i` taken from row ``rows[i]``: in place if it keeps its shape, so that captured graphs stay good."""
+    result = state.index_select(0, rows)
+    return state.copy_(result) if result.shape == state.shape else result

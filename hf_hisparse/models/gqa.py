@@ -12,6 +12,7 @@ from hisparse_kernels.gqa_decode import gqa_decode
 from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings
 from ..masks import allowed_keys, valid_tokens
+from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape, Selector, SelectorState
 
@@ -21,8 +22,10 @@ class GqaLayer(HostedLayer):
 
     state: SelectorState
 
-    def __init__(self, layer_idx: int, settings: LayerSettings, selector: Selector) -> None:
-        super().__init__(layer_idx, settings)
+    def __init__(
+        self, layer_idx: int, settings: LayerSettings, padding: Padding, selector: Selector
+    ) -> None:
+        super().__init__(layer_idx, settings, padding)
         self.selector = selector
 
     def layout_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> RecordLayout:
@@ -77,7 +80,12 @@ class GqaLayer(HostedLayer):
         batch, heads, count, _ = query.shape
         allowed = allowed_keys(mask, batch)
         valid = valid_tokens(allowed, count)
-        self.note_padding(valid)
+        if self.padding.live:  # in a captured step masks are read from the one buffer that stays in place
+            assert self.padding.allowed is not None
+            allowed = self.padding.allowed[:, None]
+            valid = self.padding.allowed.index_select(1, self.position)
+        else:
+            self.note_padding(valid)
         new = self.new_tokens()
         outputs = []
         for i in range(count):

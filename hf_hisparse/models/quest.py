@@ -11,6 +11,7 @@ import torch
 
 from hisparse_kernels.quest_pages import quest_scores, quest_update
 
+from ..records import moved
 from ..selector import LayerShape
 
 
@@ -127,7 +128,7 @@ class QuestState:
 
     def rearrange(self, lanes: torch.Tensor) -> None:
         """Let lane `i` hold what lane ``lanes[i]`` held."""
-        self.bounds = self.bounds.index_select(0, lanes)
+        self.bounds = moved(self.bounds, lanes)
 
     def clone(self) -> QuestState:
         """An independent copy."""

@@ -1,0 +1,236 @@
+"""Decode steps replayed from a CUDA graph, inside an unchanged `generate`.
+
+An eager decode step is bound by the CPU that launches its kernels. With a `HiSparseCache` every tensor of a step keeps
+its place and shape: lengths are tensors on the device, and memory grows in coarse steps. So the model's `forward` of one new
+token per row is captured once and replayed, as long as nothing that it reads has moved (see `versions`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .hosted_layer import HostedLayer
+from .resident_layer import ResidentLayer
+
+if TYPE_CHECKING:
+    from .cache import HiSparseCache
+
+logger = logging.getLogger(__name__)
+
+_CACHE_NAMES = ("cache", "past_key_values")  # from and before transformers 5.24
+# What a captured step may be called with, beside a cache, tokens, mask and positions: flags of `generate`.
+_FLAGS = ("use_cache", "return_dict", "logits_to_keep")
+
+
+class ReplayingForward:
+    """Stands in for `model.forward`: decode steps with a `HiSparseCache` go through the cache's graphs.
+
+    An object, not a closure: copying a model copies it along, bound to the copy.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.forward = model.forward
+        functools.update_wrapper(self, model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        graphs = getattr(cache, "graphs", None)
+        if args or not isinstance(graphs, DecodeGraphs):
+            return self.forward(*args, **kwargs)
+        return graphs.step(self.model, self.forward, kwargs)
+
+
+def wrap_forward(model: PreTrainedModel) -> None:
+    """Let `model` replay the decode steps of a `HiSparseCache`."""
+    if not isinstance(model.forward, ReplayingForward):
+        model.forward = ReplayingForward(model)  # type: ignore[method-assign]
+
+
+def unwrap_forward(model: PreTrainedModel) -> None:
+    """Undo `wrap_forward`."""
+    if not isinstance(model.forward, ReplayingForward):
+        return
+    forward = model.forward.forward
+    if getattr(forward, "__func__", None) is type(model).forward:
+        del model.forward  # back to the class's own
+    else:
+        model.forward = forward
+
+
+class _Step:
+    """One captured step: its inputs, its outputs and the graph between them."""
+
+    def __init__(self, inputs: dict[str, torch.Tensor], key: tuple[Any, ...]) -> None:
+        self.inputs = inputs
+        self.key = key
+        self.graph = torch.cuda.CUDAGraph()
+
+    def keep(self, output: Any) -> None:
+        """Note what the step gives, all but the cache, which would keep itself alive through it."""
+        self.kind = type(output)
+        self.outputs = {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+        self.cache_name = next(name for name in _CACHE_NAMES if name in output)
+
+    def replay(self, inputs: dict[str, torch.Tensor], cache: HiSparseCache) -> Any:
+        for name, tensor in inputs.items():
+            self.inputs[name].copy_(tensor)
+        self.graph.replay()
+        outputs = {name: value.clone() for name, value in self.outputs.items()}  # the next replay overwrites them
+        return self.kind(**outputs, **{self.cache_name: cache})
+
+
+class DecodeGraphs:
+    """The captured decode steps of one cache.
+
+    Parameters
+    ----------
+    cache : HiSparseCache
+    enabled : bool
+        False runs every step eagerly.
+    """
+
+    def __init__(self, cache: HiSparseCache, enabled: bool) -> None:
+        self._cache = weakref.ref(cache)
+        self.enabled = enabled
+        self.captures = 0
+        self.replays = 0
+        self._steps: dict[tuple[int, bool], _Step] = {}
+        self._warm: set[tuple[Any, ...]] = set()
+        self._refused: str | None = None
+
+    def step(self, model: PreTrainedModel, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run `forward(**kwargs)`, from a graph where that is possible."""
+        cache = self._cache()
+        assert cache is not None
+        if not self.enabled or self._refused or not _is_decode(cache, kwargs) or not _only_known(cache, kwargs):
+            return forward(**kwargs)
+        tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        shape = (tokens.shape[0], mask is not None)
+        warm = (id(model), *shape)
+        if warm not in self._warm:  # an eager step compiles the kernels and sets up the libraries
+            self._warm.add(warm)
+            obstacle = _obstacle(model, cache)
+            if obstacle:
+                self._refuse(obstacle)
+            return forward(**kwargs)
+
+        length = cache.get_seq_length()
+        cache.check_batch(tokens.shape[0])
+        cache.make_room(1)
+        for layer in cache.hosted_layers:
+            layer.pool.wait()  # a captured step may not wait for an event from outside
+        if mask is not None:
+            cache.padding.take(mask, cache.capacity)
+        positions = kwargs.get("position_ids")
+        inputs = {
+            "input_ids": tokens,
+            "position_ids": torch.full_like(tokens, length) if positions is None else positions,
+        }
+        flags = {name: kwargs[name] for name in _FLAGS if name in kwargs}
+        weights = next(model.parameters()).data_ptr()
+        key = (id(model), model.training, weights, tuple(flags.items()), inputs["position_ids"].shape, cache.version)
+        step = self._steps.get(shape)
+        if step is None or step.key != key:
+            self._steps.pop(shape, None)
+            step = self._capture(forward, cache, inputs, flags, key, mask is not None)
+            if step is None:
+                return forward(**kwargs)
+            self._steps[shape] = step
+        else:
+            for layer in cache.layers:
+                layer.replayed()  # type: ignore[union-attr]
+        self.replays += 1
+        return step.replay(inputs, cache)
+
+    def _capture(
+        self,
+        forward: Callable[..., Any],
+        cache: HiSparseCache,
+        inputs: dict[str, torch.Tensor],
+        flags: dict[str, Any],
+        key: tuple[Any, ...],
+        masked: bool,
+    ) -> _Step | None:
+        step = _Step({name: tensor.clone() for name, tensor in inputs.items()}, key)
+        counts = [layer.counts for layer in cache.layers]  # type: ignore[union-attr]
+        resident = [layer for layer in cache.layers if isinstance(layer, ResidentLayer)]
+        cache.padding.live = masked
+        for layer in resident:
+            layer.capturing = True
+        accepted = inspect.signature(forward).parameters
+        name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
+        try:
+            with torch.cuda.graph(step.graph):
+                step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
+        except Exception as error:  # whatever a model does that a capture does not allow
+            for layer, count in zip(cache.layers, counts, strict=True):
+                layer.restore(count)  # type: ignore[union-attr]
+            self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
+            return None
+        finally:
+            cache.padding.live = False
+            for layer in resident:
+                layer.capturing = False
+        self.captures += 1
+        return step
+
+    def _refuse(self, reason: str) -> None:
+        if self._refused is None:
+            logger.warning("HiSparse decodes without CUDA graphs: %s", reason)
+            self._refused = reason
+
+    def __repr__(self) -> str:
+        if not self.enabled:
+            return "off"
+        return self._refused or f"{self.captures} captured, {self.replays} replayed"
+
+
+def _is_decode(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:
+    """Whether a call brings one new token per row to a history on a GPU, and nobody wants gradients."""
+    tokens = kwargs.get("input_ids")
+    return (
+        isinstance(tokens, torch.Tensor)
+        and tokens.is_cuda
+        and tokens.ndim == 2
+        and tokens.shape[1] == 1
+        and cache.get_seq_length() > 0
+        and not torch.is_grad_enabled()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _only_known(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for nothing but what a captured step can give."""
+    known = ("input_ids", "attention_mask", "position_ids", *_CACHE_NAMES, *_FLAGS)
+    if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
+        return False
+    mask = kwargs.get("attention_mask")
+    whole_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + 1
+    return (
+        kwargs.get("return_dict", True) is True
+        and isinstance(kwargs.get("logits_to_keep", 1), int)
+        and (mask is None or whole_mask)
+    )
+
+
+def _obstacle(model: PreTrainedModel, cache: HiSparseCache) -> str | None:
+    """Why steps of this model and cache cannot be captured, or None."""
+    other = [layer for layer in cache.layers if not isinstance(layer, HostedLayer | ResidentLayer)]
+    if other:
+        return f"a {type(other[0]).__name__} changes its shape with every token"
+    if cache.verifies:
+        return "verify=True compares on the CPU in every step"
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+        return f"the model's weights lie on {', '.join(sorted(map(str, devices)))}"
+    hooked = next((module for module in model.modules() if hasattr(module, "_hf_hook")), None)
+    return None if hooked is None else f"{type(hooked).__name__} has an accelerate hook"

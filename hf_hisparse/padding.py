@@ -1,0 +1,98 @@
+"""Which of the keys held are padding."""
+
+from __future__ import annotations
+
+import torch
+
+from .versions import new_version
+
+
+class Padding:
+    """What masks have said of the keys held, shared by the layers of a cache; nothing is kept until a mask is seen.
+
+    Attributes
+    ----------
+    allowed : bool ``[batch, capacity]`` or None
+        False for padding, by cache position, True for what no mask has spoken of; None when there never was a mask.
+    version : int
+        Changes whenever `allowed` moves.
+    live : bool
+        Whether layers are to read `allowed` instead of the mask they are handed: in captured steps with a mask.
+    """
+
+    def __init__(self) -> None:
+        self._noted = 0
+        self.live = False
+        self._hold(None)
+
+    def _hold(self, allowed: torch.Tensor | None) -> None:
+        self.allowed = allowed
+        self.version = new_version()
+
+    def reserve(self, batch: int, capacity: int, device: torch.device) -> torch.Tensor:
+        """`allowed`, made to cover `capacity` positions."""
+        old = self.allowed
+        if old is None or old.shape[1] < capacity:
+            allowed = torch.ones((batch, capacity), dtype=torch.bool, device=device)
+            if old is not None:
+                allowed[:, : old.shape[1]] = old
+            self._hold(allowed)
+        assert self.allowed is not None
+        return self.allowed
+
+    def note(self, start: int, stop: int, valid: torch.Tensor | None, capacity: int) -> None:
+        """Take over what a call's mask says of its new keys.
+
+        Parameters
+        ----------
+        start, stop : int
+            Their cache positions.
+        valid : bool ``[batch, stop - start]`` or None
+            False for padding; None without a mask.
+        capacity : int
+            Positions that the layer has room for.
+        """
+        if (valid is None and self.allowed is None) or self._noted >= stop:
+            return
+        if valid is not None:
+            self.reserve(valid.shape[0], max(capacity, stop), valid.device)
+        assert self.allowed is not None
+        self.reserve(self.allowed.shape[0], max(capacity, stop), self.allowed.device)
+        self.allowed[:, start:stop] = True if valid is None else valid.to(self.allowed.device)
+        self._noted = stop
+
+    def take(self, mask: torch.Tensor, capacity: int) -> None:
+        """Take over a mask of all keys, ``[batch, keys]``, in place."""
+        allowed = self.reserve(mask.shape[0], max(capacity, mask.shape[1]), mask.device)
+        allowed[:, : mask.shape[1]] = mask
+        self._noted = mask.shape[1]
+
+    def between(self, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
+        """What is known of some keys, bool ``[batch, stop - start]`` or None."""
+        return None if self.allowed is None else self.allowed[:, start:stop].to(device)
+
+    def crop(self, length: int) -> None:
+        """Only `length` keys are left."""
+        self._noted = min(self._noted, length)
+
+    def rearrange(self, rows: torch.Tensor) -> None:
+        """Let batch row `i` hold what row ``rows[i]`` held."""
+        if self.allowed is None:
+            return
+        allowed = self.allowed.index_select(0, rows.to(self.allowed.device))
+        if allowed.shape == self.allowed.shape:
+            self.allowed.copy_(allowed)
+        else:
+            self._hold(allowed)
+
+    def clone(self) -> Padding:
+        """An independent copy."""
+        other = Padding()
+        other._hold(None if self.allowed is None else self.allowed.clone())
+        other._noted = self._noted
+        return other
+
+    def reset(self) -> None:
+        """Forget all masks."""
+        self._noted = 0
+        self._hold(None)

@@ -1,0 +1,201 @@
+"""A dense layer that stays on the GPU and keeps its place there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from hisparse_kernels.gqa_decode import gqa_decode
+
+from .hosted_layer import LAYER_ATTRIBUTE
+from .padding import Padding
+from .records import moved
+from .versions import new_version
+
+_GROWTH_TOKENS = 1024
+
+
+class ResidentLayer(DynamicLayer):
+    """What `DynamicLayer` is, in memory that grows in steps instead of with every token.
+
+    Attention is the model's own, over views. Only in a captured decode step, where nothing may change its shape,
+    attention is `gqa_decode` over all tokens: one token is one record, in the slot of its number.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    _layer_type = None
+
+    def __init__(self, layer_idx: int, padding: Padding) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.padding = padding
+        self.capturing = False
+        self._length = 0
+        self.version = new_version()
+
+    rows: Any = None  # [lanes, capacity, key_width + value_width]
+    position: torch.Tensor  # int64 [1]: where the next token of a captured step goes
+    slots: torch.Tensor  # int32 [lanes, capacity]: every token is in the slot of its number
+
+    @property
+    def name(self) -> str:
+        """How error messages call this layer."""
+        return f"HiSparse, layer {self.layer_idx}"
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Start empty, for keys and values of this shape; memory that fits is used again."""
+        self.batch, self.heads, _, self.key_width = key_states.shape
+        self.device = key_states.device
+        empty = key_states.new_empty((self.batch * self.heads, 0, self.key_width + value_states.shape[3]))
+        held = self.rows
+        fits = held is not None and held[:, :0].shape == empty.shape
+        if not fits or held.dtype != empty.dtype or held.device != empty.device:
+            self.rows = empty
+            self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.version = new_version()
+        self.is_initialized = True
+
+    def grow(self, tokens: int) -> None:
+        """Make room for `tokens` tokens."""
+        lanes, capacity, width = self.rows.shape
+        if tokens <= capacity:
+            return
+        rows = self.rows.new_empty((lanes, tokens + max(_GROWTH_TOKENS, tokens // 8), width))
+        rows[:, :capacity] = self.rows
+        self.rows = rows
+        self.slots = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device).repeat(lanes, 1)
+        self.version = new_version()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens; return all, ``[batch, heads, T, width]``."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self._length = self._length, self._length + key_states.shape[2]
+        new = torch.cat([key_states, value_states], dim=3).flatten(0, 1)
+        if self.capturing:
+            self.rows.index_copy_(1, self.position, new)
+            keys = key_states.view_as(key_states)
+            setattr(keys, LAYER_ATTRIBUTE, self)
+            return keys, value_states
+        self.grow(self._length)
+        self.rows[:, start : self._length] = new.detach()
+        self.position.fill_(self._length)
+        if start == 0:
+            return key_states, value_states
+        return self.keys, self.values  # type: ignore[return-value]
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        base: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of one new token per row in a captured step (see `HostedLayer.attend`)."""
+        batch, heads, _, width = query.shape
+        scaling = kwargs.get("scaling")
+        output = gqa_decode(
+            query.reshape(batch * self.heads, -1, width),
+            self.rows,
+            self.slots,
+            self.slots,
+            self.position,
+            self.padding.allowed if self.padding.live else None,
+            1,
+            self.key_width,
+            width**-0.5 if scaling is None else scaling,
+        )
+        self.position.add_(1)
+        return output.view(batch, 1, heads, -1), None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """``[batch, heads, T, key_width]``, a view; None before the first token."""
+        return self._view(slice(None, self.key_width)) if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        assert value is None  # what the base class starts with
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """``[batch, heads, T, value_width]``, a view; None before the first token."""
+        return self._view(slice(self.key_width, None)) if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        assert value is None
+
+    def _view(self, columns: slice) -> torch.Tensor:
+        return self.rows[:, : self._length, columns].unflatten(0, (self.batch, self.heads))
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    @property
+    def counts(self) -> tuple[int]:
+        """Tokens: all that a decode step changes in Python."""
+        return (self._length,)
+
+    def restore(self, counts: tuple[int]) -> None:
+        """Back to `counts`: a capture failed before anything ran."""
+        (self._length,) = counts
+
+    def replayed(self) -> None:
+        """A captured decode step was replayed."""
+        self._length += 1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens."""
+        if self.is_initialized and tokens_to_remove < 0:
+            self._length = max(0, self._length + int(tokens_to_remove))
+            self.position.fill_(self._length)
+
+    def rearrange(self, rows: torch.Tensor) -> None:
+        """Let batch row `i` hold what row ``rows[i]`` held (int64 ``[new batch]``)."""
+        if not self._length:
+            return
+        rows = rows.to(self.device)
+        lanes = (rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)).flatten()
+        self.rows = moved(self.rows, lanes)
+        if rows.numel() != self.batch:
+            self.batch = rows.numel()
+            self.slots = self.slots[:1].repeat(self.rows.shape[0], 1)
+            self.version = new_version()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let beam `i` go on from beam ``beam_idx[i]``."""
+        self.rearrange(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row `repeats` times."""
+        if self.is_initialized:
+            self.rearrange(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch rows `indices`."""
+        if self.is_initialized:
+            self.rearrange(torch.arange(self.batch, device=indices.device)[indices])
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays for the next use."""
+        self._length = 0
+        self.is_initialized = False
+
+    def clone(self, padding: Padding) -> ResidentLayer:
+        """An independent copy with the copy's `padding`."""
+        other = copy.copy(self)
+        other.padding = padding
+        other.version = new_version()
+        if self.is_initialized:
+            other.rows, other.position = self.rows.clone(), self.position.clone()
+        return other
