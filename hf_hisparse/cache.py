@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .resident_layer import ResidentLayer
 from .selector import Selector
 from .stats import Memory, Stats
 
+_GROWTH_TOKENS = 1024
 _CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.20")
 
 
@@ -74,9 +76,11 @@ class HiSparseCache(Cache):
         graphs: bool = True,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
+        if not isinstance(config, PreTrainedConfig):
+            raise ValueError(f"HiSparseCache: {model!r} is neither a transformers model nor a model's config")
         selector = _checked_selector(selector)
         buffer_tokens = _checked_buffer(device_buffer_tokens, selector)
-        if not isinstance(decode_rows, int) or decode_rows < 1:
+        if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:
             raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
         layers, hosted = _layer_plan(config, selector)
         self._host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
@@ -144,11 +148,22 @@ class HiSparseCache(Cache):
             )
         self._check_whole()
         first = self.hosted_layers[0]
-        tokens = first.get_seq_length() + key_states.shape[2]
-        # Hosted layers grow in step and, in every supported model, have one shape.
-        asked = first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
-        batch = key_states.shape[0]
-        self._check_host_memory(asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
+        tokens, batch = first.get_seq_length() + key_states.shape[2], key_states.shape[0]
+
+        def asked(tokens: int) -> int:  # hosted layers grow in step and, in every supported model, have one shape
+            return first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
+
+        self._plan_growth(tokens, asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
+
+    def _plan_growth(self, tokens: int, asked: Callable[[int], int], purpose: str) -> None:
+        """Decide how far to grow if `tokens` tokens do not fit: an eighth further while that can be had."""
+        if not asked(tokens):
+            return
+        further = tokens + max(_GROWTH_TOKENS, tokens // 8)
+        target = further if asked(further) <= self._host_memory_left() else tokens
+        self._check_host_memory(asked(target), purpose)
+        for layer in self.hosted_layers:
+            layer.growth_target = target
 
     def _check_whole(self) -> None:
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
@@ -158,20 +173,21 @@ class HiSparseCache(Cache):
                 "layers hold different tokens: call cache.reset() and start again (and hf_hisparse.enable(model) if need be)"
             )
 
-    def _check_host_memory(self, asked: int, purpose: str) -> None:
-        if asked <= 0:
-            return
-        held = self.memory().host_reserved_bytes
+    def _host_memory_left(self) -> int:
         if self._host_limit is None:
-            there, source = available_host_memory(), "available"
-        else:
-            there, source = self._host_limit - held, f"left of host_memory={format_bytes(self._host_limit)}"
-        if asked > there:
-            raise MemoryError(
-                f"HiSparseCache: {purpose} need {format_bytes(asked)} more host memory, {format_bytes(max(there, 0))} is "
-                f"{source} ({format_bytes(held)} held already): lower the batch or the context, or raise host_memory if "
-                "the machine has more"
-            )
+            return available_host_memory()
+        return self._host_limit - self.memory().host_reserved_bytes
+
+    def _check_host_memory(self, asked: int, purpose: str) -> None:
+        left = max(0, self._host_memory_left()) if asked > 0 else 0
+        if asked <= left:
+            return
+        held = format_bytes(self.memory().host_reserved_bytes)
+        limit = "available" if self._host_limit is None else f"left of host_memory={format_bytes(self._host_limit)}"
+        raise MemoryError(
+            f"HiSparseCache: {purpose} need {format_bytes(asked)} more host memory, {format_bytes(left)} is {limit} "
+            f"({held} held already): lower the batch or the context, or raise host_memory if the machine has more"
+        )
 
     def check_batch(self, batch: int) -> None:
         """Refuse another batch size than that of the tokens held (ValueError)."""
@@ -223,8 +239,9 @@ class HiSparseCache(Cache):
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
         self._check_whole()
         total = self.get_seq_length() + tokens
-        asked = sum(layer.host_bytes_to_grow(total) for layer in self.hosted_layers)
-        self._check_host_memory(asked, f"{total} tokens")
+        self._plan_growth(
+            total, lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers), f"{total} tokens"
+        )
         for layer in self.layers:
             layer.grow(total)  # type: ignore[union-attr]
 
@@ -320,13 +337,15 @@ class HiSparseCache(Cache):
     def memory(self) -> Memory:
         """Where the bytes are."""
         hosted = [layer for layer in self.hosted_layers if layer.shape is not None]
-        native = [layer for layer in self.layers if not isinstance(layer, HostedLayer)]
-        held = [tensor for layer in native for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)]
+        resident = [layer for layer in self.layers if isinstance(layer, ResidentLayer)]
+        other = [layer for layer in self.layers if not isinstance(layer, HostedLayer | ResidentLayer)]
+        held = [tensor for layer in other for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)]
+        padding = 0 if self.padding.allowed is None else self.padding.allowed.nbytes
         return Memory(
             buffer_bytes=sum(layer.buffer.buffer_nbytes for layer in hosted),
             selector_bytes=sum(layer.state.nbytes for layer in hosted),
-            table_bytes=sum(layer.table_nbytes for layer in hosted),
-            native_bytes=sum(tensor.nbytes for tensor in held),
+            table_bytes=sum(layer.table_nbytes for layer in [*hosted, *resident]) + padding,
+            native_bytes=sum(layer.kv_nbytes for layer in resident) + sum(tensor.nbytes for tensor in held),
             host_bytes=sum(layer.host_nbytes for layer in hosted),
             host_reserved_bytes=sum(layer.pool.area.size for layer in hosted),
         )
@@ -354,7 +373,7 @@ def _checked_selector(selector: Selector | None) -> Selector:
             "HiSparseCache: selector=None, but the model brings no selection of its own: pass one, for example "
             "selector=Quest(token_budget=2048)"
         )
-    if not isinstance(selector, Selector):
+    if isinstance(selector, type) or not isinstance(selector, Selector):
         raise ValueError(
             f"HiSparseCache: selector={selector!r} does not implement hf_hisparse.Selector (page_size, top_k, "
             "dense_layers, new_state); pass for example Quest(token_budget=2048)"

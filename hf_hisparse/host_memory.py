@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import sys
 import weakref
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_HUGE_PAGE = 2**21
+_PAGE, _HUGE_PAGE = 2**12, 2**21
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # missing from Python's mmap before 3.13
 _REGISTER_PORTABLE_AND_MAPPED = 3
 
 
@@ -40,6 +42,12 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def whole_pages(size: int) -> int:
+    """`size` rounded up to what a `PinnedArea` takes for it."""
+    page = _HUGE_PAGE if size >= 8 * _HUGE_PAGE else _PAGE
+    return -(-size // page) * page
 
 
 def available_host_memory() -> int:
@@ -71,11 +79,11 @@ class PinnedArea:
     """
 
     def __init__(self, reserve: int, pin: bool) -> None:
-        self.reserved = -(-reserve // _HUGE_PAGE) * _HUGE_PAGE
+        self.reserved = whole_pages(reserve)
         self.size = 0
         self.edges = [0]
         self._pin = pin
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             area = mmap.mmap(-1, self.reserved, flags=flags)
         except OSError as error:
@@ -98,7 +106,7 @@ class PinnedArea:
         MemoryError
             If `size` exceeds the reservation or the driver refuses to pin; the area stays as it was.
         """
-        size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
+        size = whole_pages(size)
         if size <= self.size:
             return
         if size > self.reserved:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .host_memory import PinnedArea
+from .host_memory import PinnedArea, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .padding import Padding
@@ -21,7 +21,6 @@ from .stats import LayerStats
 from .versions import new_version
 
 LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
-_GROWTH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ class HostedLayer(CacheLayerMixin):
         self.version = new_version()
         self.shape: LayerShape | None = None
         self.steps = 0
+        self.growth_target = 0  # tokens that the cache wants room for when the layer must grow
         self._length = 0
         self._new: NewTokens | None = None
         self._area: PinnedArea | None = None
@@ -196,33 +196,25 @@ class HostedLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
-    def capacity_for(self, tokens: int, record_tokens: int) -> int:
-        """Records to make room for when `tokens` must fit: an eighth more, so that growth is rare."""
-        room = tokens + max(_GROWTH_TOKENS, tokens // 8)
-        return max(-(-room // record_tokens), self.settings.top_k)
-
     def host_bytes_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
-        """Host bytes that holding `tokens` tokens of this shape takes, beyond what is pinned already."""
+        """Host bytes that holding `tokens` tokens of this shape takes, beyond what is held already."""
         layout = self.layout_for(key_states, value_states)
         batch, heads = key_states.shape[:2]
         rows = self.pool.host_batch if self._length else batch
         held = self._area.size if self._area is not None else 0
-        if layout.count(tokens) * rows * heads * layout.nbytes <= held:
-            return 0
-        return self.capacity_for(tokens, layout.tokens) * rows * heads * layout.nbytes - held
+        return max(0, whole_pages(layout.count(tokens) * rows * heads * layout.nbytes) - held)
 
     def host_bytes_to_grow(self, tokens: int) -> int:
-        """Host bytes that room for `tokens` tokens takes, beyond what is held."""
-        if self.layout.count(tokens) <= self.pool.records.shape[0]:
-            return 0
-        return self.capacity_for(tokens, self.layout.tokens) * self.pool.record_nbytes - self.pool.area.size
+        """The same for tokens like those held."""
+        return max(0, whole_pages(self.layout.count(tokens) * self.pool.record_nbytes) - self.pool.area.size)
 
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
         needed = self.layout.count(tokens)
         if needed <= min(self.pool.records.shape[0], self.buffer.page_table.shape[1]):
             return
-        capacity = self.capacity_for(tokens, self.layout.tokens)
+        # More than is needed now, so that growth is rare.
+        capacity = max(self.layout.count(max(tokens, self.growth_target)), self.settings.top_k)
         self.pool.grow(capacity)
         self.buffer.grow(capacity)
         self.state.grow(capacity)

@@ -75,7 +75,7 @@ class ResidentLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take new tokens; return all, ``[batch, heads, T, width]``."""
-        if not self.is_initialized:
+        if not self._length:
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[2]
         new = torch.cat([key_states, value_states], dim=3).flatten(0, 1)
@@ -140,6 +140,16 @@ class ResidentLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Tokens held."""
         return self._length
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Device bytes held for keys and values."""
+        return 0 if self.rows is None else self.rows.nbytes
+
+    @property
+    def table_nbytes(self) -> int:
+        """Device bytes of the bookkeeping."""
+        return 0 if self.rows is None else self.slots.nbytes + self.position.nbytes
 
     @property
     def counts(self) -> tuple[int]:

@@ -105,7 +105,7 @@ class Memory:
     table_bytes : int
         Page tables, orders and counters on the GPU.
     native_bytes : int
-        KV of the native layers on the GPU.
+        KV of the native layers on the GPU, room for growth included.
     host_bytes : int
         Records in use on the host.
     host_reserved_bytes : int
