@@ -262,7 +262,8 @@ def gqa_decode(
     values = values.masked_fill(~readable[:, :, None], 0.0)
     scores = scaling * (query.float() @ keys.transpose(1, 2))
     scores = scores.masked_fill(~readable[:, None, :], float("-inf"))
-    weights = torch.nan_to_num(torch.softmax(scores, dim=-1))  # all -inf: no token may be read
+    # Where no token may be read the softmax is NaN: zero it there alone, a NaN of the model must stay visible.
+    weights = torch.softmax(scores, dim=-1).masked_fill(~readable[:, None, :], 0.0)
     return (weights @ values).to(query.dtype)
 
 
@@ -327,3 +328,86 @@ def quest_scores(
     query = query.float()
     scores = (query.clamp(min=0) @ high + query.clamp(max=0) @ low).amax(1)
     return scores.masked_fill(~candidate, float("-inf"))
+
+
+def mla_decode(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    selection: torch.Tensor,
+    slots: torch.Tensor,
+    scaling: float,
+    value_width: int,
+) -> torch.Tensor:
+    """Multi-head latent attention of one query token per lane over the selected rows, read from their slots.
+
+    Absorbed: all heads share one latent row per token, whose first `value_width` elements are the value, too.
+    ``softmax(scaling * q @ rows.T) @ rows[:, :value_width]``; sums run in selection order, whatever the slots
+    are. fp32 accumulation.
+
+    Parameters
+    ----------
+    query : ``[lanes, heads, key_width]``
+        Latent part, then rope part.
+    buffer : ``[buffers, B, key_width]``
+        Lane ``l`` reads buffer ``l // (lanes // buffers)``: queries of one prompt may share their rows, with
+        record numbers as slots.
+    selection : int32 or int64 ``[lanes, k]``
+        Selected records without duplicates, -1 for none.
+    slots : int32 or int64 ``[lanes, k]``
+        Where they lie; not looked at where nothing is selected.
+    scaling : float
+    value_width : int
+        Width of the latent part (DeepSeek: 512 of 576).
+
+    Returns
+    -------
+    ``[lanes, heads, value_width]`` in the query's dtype; zeros where nothing is selected.
+    """
+    lanes = query.shape[0]
+    selected = selection >= 0
+    owner = torch.arange(lanes, device=buffer.device)[:, None] // (lanes // buffer.shape[0])
+    rows = buffer[owner, slots.masked_fill(~selected, 0).long()].float()  # [lanes, k, key_width]
+    rows = rows.masked_fill(~selected[:, :, None], 0.0)
+    scores = scaling * (query.float() @ rows.transpose(1, 2))
+    scores = scores.masked_fill(~selected[:, None, :], float("-inf"))
+    weights = torch.softmax(scores, dim=-1).masked_fill(~selected.any(1)[:, None, None], 0.0)
+    return (weights @ rows[:, :, :value_width]).to(query.dtype)
+
+
+def lightning_indexer(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    start: int,
+    allowed: torch.Tensor | None,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """How relevant each key is to each query: ``sum over heads of weight * relu(softmax_scale * q.k)``.
+
+    The lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, 2025, eq. 1). The operations and their
+    order are those of transformers' indexer, so that the same bits come out and the same keys are selected.
+
+    Parameters
+    ----------
+    query : ``[batch, S, heads, D]``
+    keys : ``[batch, T, D]``
+    weights : fp32 ``[batch, S, heads]``
+        Whatever else the model multiplies them by (``heads ** -0.5``) is in them.
+    start : int
+        Cache position of the first query.
+    allowed : bool ``[batch, T]`` or None
+        False for padding keys; None when there is no padding.
+    softmax_scale : float
+        Usually ``D ** -0.5``; positive.
+
+    Returns
+    -------
+    fp32 ``[batch, S, T]``; -inf for keys after the query and keys that are not allowed.
+    """
+    scores = torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)) * softmax_scale
+    scores = torch.matmul(weights.unsqueeze(-2), torch.relu(scores)).squeeze(-2)
+    key = torch.arange(keys.shape[1], device=keys.device)
+    visible = key <= torch.arange(start, start + query.shape[1], device=keys.device)[:, None]  # [S, T]
+    if allowed is not None:
+        visible = visible & allowed[:, None, :]
+    return scores.masked_fill(~visible, float("-inf"))

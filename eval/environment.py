@@ -1,0 +1,73 @@
+"""What a figure depends on: the hardware, the versions, the measured link."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version, or "none"."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def link_bandwidth(size: int = 2**28, repeats: int = 8) -> float:
+    """Host to device copy bandwidth from pinned memory, bytes per second; NaN without CUDA."""
+    if not torch.cuda.is_available():
+        return float("nan")
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    device.copy_(host, non_blocking=True)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        device.copy_(host, non_blocking=True)
+    stop.record()
+    stop.synchronize()
+    return repeats * size / (start.elapsed_time(stop) / 1000)
+
+
+def conditions() -> dict[str, Any]:
+    """GPU, driver, versions and link bandwidth, as columns for a CSV."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "none"
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)",
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "transformers": transformers.__version__,
+        "link_GB_per_s": round(link_bandwidth() / 1e9, 1),
+        "command": "python -m " + shlex.join([_program(), *sys.argv[1:]]),
+    }
+
+
+def _program() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return (spec.name if spec else sys.argv[0]).removesuffix(".__main__")
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows, each with the conditions they were measured under; the file is replaced."""
+    shared = conditions()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(name for row in rows for name in row)) + list(shared)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows({**row, **shared} for row in rows)

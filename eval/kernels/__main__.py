@@ -1,0 +1,173 @@
+"""The kernels alone, in CUDA graphs, beside what they can be measured against.
+
+    python -m eval.kernels            # on a GPU; writes eval/results/kernels.csv
+
+resolve + fetch: k records of a lane per call, a fresh selection each call, beside the copy engine moving the same bytes.
+mla_decode: absorbed attention over k selected rows, beside a gather and torch's SDPA, and the time to read the rows once.
+Times are the median over replays of a graph of many calls, divided by the calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from eval.environment import write_csv
+from eval.traces import synthetic_trace
+from hf_hisparse.host_memory import PinnedArea
+from hf_hisparse.host_pool import HostPool
+from hf_hisparse.hot_buffer import HotBuffer
+from hf_hisparse.records import RecordLayout
+from hisparse_kernels.mla_decode import mla_decode
+
+REPLAYS = 7
+
+
+def microseconds(calls: list[Callable[[], Any]], before: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+    """Median and spread (max - min) of the time per call, in one CUDA graph; `before` runs ahead of each replay, untimed."""
+    before()
+    calls[0]()  # compile
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(REPLAYS):
+        before()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(2_000_000)  # the launch of the graph is not what is measured
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(1000 * start.elapsed_time(stop) / len(calls))
+    return statistics.median(times[1:]), max(times[1:]) - min(times[1:])
+
+
+def resolve_and_fetch(
+    lanes: int, misses: int, tokens: int, width: int, k: int, slots: int, calls: int = 24
+) -> dict[str, Any]:
+    """Time `HotBuffer.read` with exactly `misses` of `k` records missing per lane and call."""
+    layout = RecordLayout(tokens, width, 0 if tokens == 1 else width, torch.bfloat16)
+    history = max(4 * slots, slots + calls * misses)
+    device = torch.device("cuda")
+    pool = HostPool(lanes, 1, layout, device, PinnedArea(2 * history * lanes * layout.nbytes, pin=True))
+    pool.grow(history)
+    pool.records.view(torch.int16).random_()
+    buffer = HotBuffer(lanes, slots, layout, device)
+    buffer.grow(history)
+    trace = synthetic_trace(lanes, k, history, calls + 8, {slots / k: misses / k}, device="cuda")
+    position = torch.full((1,), history * tokens - 1, dtype=torch.int64, device=device)
+    warm, timed = trace[:8], trace[8:]
+    buffer.fill(torch.arange(slots, device=device).repeat(lanes, 1), pool.read_range(0, slots))
+    for selection in warm:
+        buffer.read(selection, position, pool)
+    state = [tensor.clone() for tensor in (buffer.page_table, buffer.slot_records, buffer.order)]
+
+    def restore() -> None:
+        for held, kept in zip((buffer.page_table, buffer.slot_records, buffer.order), state, strict=True):
+            held.copy_(kept)
+        buffer.counters.zero_()
+
+    time, spread = microseconds([lambda s=selection: buffer.read(s, position, pool) for selection in timed], restore)
+    restore()
+    for selection in timed:
+        buffer.read(selection, position, pool)
+    missed = buffer.totals()[1] / calls
+    moved = int(missed) * layout.nbytes
+    copy_time = float("nan")
+    if moved:
+        target = torch.empty(moved, dtype=torch.uint8, device=device)
+        source = pool.area.bytes[:moved]
+        copy_time, _ = microseconds([lambda: target.copy_(source, non_blocking=True)] * calls)
+    return {
+        "what": "resolve+fetch",
+        "lanes": lanes,
+        "k": k,
+        "slots": slots,
+        "record_bytes": layout.nbytes,
+        "misses_per_lane": round(missed / lanes, 1),
+        "us": round(time, 2),
+        "us_spread": round(spread, 2),
+        "GB_per_s": round(moved / time / 1000, 1),
+        "copy_engine_us": round(copy_time, 2),
+    }
+
+
+def absorbed_attention(batch: int, heads: int = 128, k: int = 2048, slots: int = 4096) -> dict[str, Any]:
+    """Time `mla_decode` at DeepSeek-V3.2's sizes, and the same by a gather and SDPA."""
+    latent, rope = 512, 64
+    torch.manual_seed(batch)
+    buffer = torch.randn(batch, slots, latent + rope, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(batch, heads, latent + rope, device="cuda", dtype=torch.bfloat16)
+    chosen = torch.rand(batch, slots, device="cuda").argsort(dim=1)[:, :k].int()
+    scaling = 192**-0.5
+
+    def ours() -> torch.Tensor:
+        return mla_decode(query, buffer, chosen, chosen, scaling, latent)
+
+    lane = torch.arange(batch, device="cuda")[:, None]
+    index = chosen.long()
+
+    def gather_and_sdpa() -> torch.Tensor:
+        rows = buffer[lane, index][:, None]  # [batch, 1, k, latent + rope]: one KV head for all query heads
+        return torch.nn.functional.scaled_dot_product_attention(
+            query[:, None], rows, rows[..., :latent], scale=scaling
+        )[:, 0]
+
+    torch.testing.assert_close(ours().float(), gather_and_sdpa().float(), atol=3e-3, rtol=3e-2)
+    time, spread = microseconds([ours] * 10)
+    other, _ = microseconds([gather_and_sdpa] * 10)
+    moved = batch * k * (latent + rope) * 2
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    memory, _ = microseconds([lambda: target.copy_(source)] * 2)
+    bandwidth = 2 * source.numel() / memory  # bytes per us
+    return {
+        "what": "mla_decode",
+        "lanes": batch,
+        "k": k,
+        "slots": slots,
+        "heads": heads,
+        "record_bytes": (latent + rope) * 2,
+        "us": round(time, 2),
+        "us_spread": round(spread, 2),
+        "GB_per_s": round(moved / time / 1000, 1),
+        "TFLOP_per_s": round(2 * batch * heads * k * (2 * latent + rope) / time / 1e6, 1),
+        "gather_sdpa_us": round(other, 2),
+        "memory_floor_us": round(moved / bandwidth, 2),
+    }
+
+
+def main() -> None:
+    """Measure all, print a line each, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("eval/results/kernels.csv"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("eval.kernels measures GPU kernels: there is no CUDA device here")
+    cases: list[Callable[[], dict[str, Any]]] = [lambda b=batch: absorbed_attention(b) for batch in (1, 8, 32)]
+    for lanes, misses in ((1, 0), (64, 0), (1, 266), (4, 266), (16, 266), (64, 266), (64, 614)):
+        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, 1, 576, 2048, 4096))
+    for lanes, misses in ((8, 0), (8, 17), (64, 17)):  # Quest: 2048 tokens of 128 channels, 13.4% missing
+        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, 16, 128, 128, 256))
+    for lanes, misses in ((4, 2), (32, 2)):  # blocks of 128 tokens
+        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, 128, 128, 16, 32))
+    rows = []
+    for case in tqdm(cases, desc="kernels"):
+        rows.append(case())
+        tqdm.write(str(rows[-1]))
+        torch.cuda.empty_cache()
+    write_csv(args.output, rows)
+    print(f"written: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Decode speed and memory of `generate` with different caches, side by side in one process.
+
+    python -m eval.throughput --model qwen3-8b --contexts 32768 --batches 1 8
+    python -m eval.throughput --quick            # the whole path in a minute, on a CPU too
+
+Each row is one `generate` call after a warm-up: prefill of random tokens, then `--new-tokens` greedy tokens. The shapes
+named below have random weights: speed and bytes are those of the real model, the selections are not (keys of random weights have
+little locality), so look at the misses beside each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3Config
+from transformers.generation import StoppingCriteria
+
+from eval.environment import write_csv
+from hf_hisparse import HiSparseCache, Quest, disable
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8
+    ),
+    "qwen3-4b": dict(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8
+    ),
+    "toy": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),
+}
+
+
+def build(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of a named shape with random weights, or any model that transformers can load."""
+    if name not in SHAPES:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    sizes = SHAPES[name]
+    config = Qwen3Config(
+        **sizes,
+        head_dim=128 if name != "toy" else 16,
+        vocab_size=151936 if name != "toy" else 512,
+        max_position_embeddings=2**18,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+class Clock(StoppingCriteria):
+    """A stopping criterion that never stops: `generate` calls it once a token, and it notes when."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self.times: list[float] = []
+        self.bar = bar
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        self.bar.update()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def kv_on_device(cache: Cache, device: torch.device) -> int:
+    """Bytes of keys and values of a transformers cache that lie on `device`, between two steps."""
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None and tensor.device == device)
+
+
+def measure(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, new_tokens: int, label: str) -> dict[str, Any]:
+    """Run one `generate`; return times, memory and counters."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    with tqdm(total=new_tokens, desc=label, leave=False) as bar:
+        clock = Clock(bar)
+        began = time.perf_counter()
+        model.generate(
+            ids,
+            past_key_values=cache,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            stopping_criteria=[clock],
+            pad_token_id=0,
+        )
+    steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times)]
+    result: dict[str, Any] = {
+        "prefill_s": round(clock.times[0] - began, 2),
+        "ms_per_step": round(statistics.median(steps), 2),
+        "ms_min": round(min(steps), 2),
+        "ms_max": round(max(steps), 2),
+        "steps": len(steps),
+    }
+    if cuda:
+        result["cache_bytes_allocator"] = torch.cuda.memory_allocated() - held
+        result["peak_bytes_allocator"] = torch.cuda.max_memory_allocated()
+    if isinstance(cache, HiSparseCache):
+        stats, memory = cache.stats(), cache.memory()
+        result |= {
+            "hit_rate": round(stats.hit_rate, 4),
+            "MB_fetched_per_step": round(stats.bytes_fetched / max(stats.steps, 1) / 1e6, 3),
+            "buffer_bytes": memory.buffer_bytes,
+            "selector_bytes": memory.selector_bytes,
+            "table_bytes": memory.table_bytes,
+            "native_bytes": memory.native_bytes,
+            "host_bytes": memory.host_bytes,
+        }
+    else:
+        result["native_bytes"] = kv_on_device(cache, ids.device)
+    return result
+
+
+def caches(
+    model: PreTrainedModel, quest: Quest, buffer_tokens: int, length: int
+) -> dict[str, Callable[[], Cache]]:
+    """The contenders: each entry makes a fresh cache for one run of `length` tokens in all."""
+    resident = -(-length // quest.page_size) * quest.page_size
+    return {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "offloaded": lambda: DynamicCache(config=model.config, offloading=True),
+        "hisparse": lambda: HiSparseCache(model, quest, device_buffer_tokens=buffer_tokens),
+        "hisparse-resident": lambda: HiSparseCache(
+            model, quest, device_buffer_tokens=max(resident, quest.token_budget)
+        ),
+    }
+
+
+def formula_bytes(model: PreTrainedModel, quest: Quest, buffer_tokens: int, batch: int) -> int:
+    """Hot buffers by the formula: lanes x hosted layers x records of the device buffer x bytes of a record."""
+    config = model.config
+    record = quest.page_size * config.head_dim * 2 * model.dtype.itemsize
+    lanes = batch * config.num_key_value_heads
+    return lanes * (config.num_hidden_layers - quest.dense_layers) * (buffer_tokens // quest.page_size) * record
+
+
+def main() -> None:
+    """Read the command line, measure, print a table, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, or a model id or folder")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32768], help="prompt tokens")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--offloaded-tokens", type=int, default=8, help="fewer, as it takes long")
+    parser.add_argument("--caches", nargs="+", default=["dynamic", "offloaded", "hisparse", "hisparse-resident"])
+    parser.add_argument("--token-budget", type=int, default=2048)
+    parser.add_argument("--device-buffer-tokens", type=int, default=4096)
+    parser.add_argument("--output", type=Path, default=Path("eval/results/throughput.csv"))
+    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it works")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if args.quick:
+        args.model, args.contexts, args.batches, args.new_tokens = "toy", [512], [1, 2], 8
+        args.token_budget, args.device_buffer_tokens = 64, 128
+        if device == "cpu":
+            args.caches = [name for name in args.caches if name != "offloaded"]  # needs CUDA streams
+    model = build(args.model, device, dtype)
+    quest = Quest(args.token_budget)
+    rows = []
+    for context in args.contexts:
+        for batch in args.batches:
+            torch.manual_seed(context + batch)
+            ids = torch.randint(10, model.config.vocab_size, (batch, context), device=device)
+            makers = caches(model, quest, args.device_buffer_tokens, context + args.new_tokens)
+            for name in args.caches:
+                tokens = min(args.new_tokens, args.offloaded_tokens) if name == "offloaded" else args.new_tokens
+                if not name.startswith("hisparse"):
+                    disable(model)
+                cache = makers[name]()
+                row = {"model": args.model, "dtype": str(dtype), "context": context, "batch": batch, "cache": name}
+                try:
+                    row |= measure(model, cache, ids, tokens, f"{name} {context} x {batch}")
+                except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+                    row["error"] = str(error).split("\n")[0]
+                if name == "hisparse":
+                    row["formula_bytes"] = formula_bytes(model, quest, args.device_buffer_tokens, batch)
+                rows.append(row)
+                print({key: value for key, value in row.items() if key not in ("model", "dtype")}, flush=True)
+                del cache
+                gc.collect()
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+                write_csv(args.output, rows)
+    print(f"written: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

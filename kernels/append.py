@@ -1,0 +1,177 @@
+"""Append one token per lane: to the host pool and to a slot of the hot buffer."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reference
+from .dispatch import block_of, check_host_rows, check_position, check_state, on_device_of, use_triton
+
+_ORDER_BLOCK = 4096  # slots rotated at a time
+
+
+@triton.jit(do_not_specialize=["table_stride", "host_rows_stride", "host_lanes", "heads", "slot_count"])
+def _append_kernel(
+    keys,
+    values,
+    position,
+    pool,
+    host_rows,
+    buffer,
+    page_table,
+    slot_records,
+    order,
+    keys_stride,
+    values_stride,
+    table_stride,
+    host_rows_stride,
+    host_lanes,
+    heads,
+    slot_count,
+    TOKENS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ORDER_BLOCK: tl.constexpr,
+):
+    """One program per lane."""
+    RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
+    lane = tl.program_id(0).to(tl.int64)
+    at = tl.load(position)
+    record = at // TOKENS
+    offset = at % TOKENS
+    page_table += lane * table_stride
+    slot_records += lane * slot_count
+    order += lane * slot_count
+
+    slot = tl.load(page_table + record)
+    if offset == 0:
+        slot = tl.load(order)
+        evicted = tl.load(slot_records + slot)
+        for start in range(0, slot_count, ORDER_BLOCK):
+            place = start + tl.arange(0, ORDER_BLOCK)
+            moved = tl.load(order + place + 1, mask=place < slot_count - 1, other=0)
+            tl.debug_barrier()  # in place: the tile is read by all threads before any of them overwrites it
+            tl.store(order + place, tl.where(place == slot_count - 1, slot, moved), mask=place < slot_count)
+        tl.store(page_table + evicted, -1, mask=evicted >= 0)
+        tl.store(page_table + record, slot)
+        tl.store(slot_records + slot, record.to(tl.int32))
+        row = lane // heads
+        tl.store(host_rows + row * host_rows_stride + record, row.to(tl.int32), mask=lane % heads == 0)
+
+    host = pool + (record * host_lanes + lane) * RECORD_WIDTH
+    here = buffer + (lane * slot_count + slot) * RECORD_WIDTH
+    column = tl.arange(0, KEY_BLOCK)
+    inside = column < KEY_WIDTH
+    key = tl.load(keys + lane * keys_stride + column, mask=inside)
+    key_at = offset * KEY_WIDTH + column
+    tl.store(host + key_at, key, mask=inside)
+    if slot >= 0:
+        tl.store(here + key_at, key, mask=inside)
+    if VALUE_WIDTH > 0:
+        column = tl.arange(0, VALUE_BLOCK)
+        inside = column < VALUE_WIDTH
+        value = tl.load(values + lane * values_stride + column, mask=inside)
+        value_at = TOKENS * KEY_WIDTH + offset * VALUE_WIDTH + column
+        tl.store(host + value_at, value, mask=inside)
+        if slot >= 0:
+            tl.store(here + value_at, value, mask=inside)
+
+
+def append(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    pool: torch.Tensor,
+    host_rows: torch.Tensor,
+    buffer: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_records: torch.Tensor,
+    order: torch.Tensor,
+    tokens_per_record: int,
+) -> None:
+    """Store one new token per lane, in the host pool and in a slot; see `reference.append`.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or memory layout is not what the reference names.
+    """
+    lanes, key_width = keys.shape
+    value_width = values.shape[1]
+    _check(keys, values, pool, buffer, order, tokens_per_record)
+    check_state(lanes, page_table, slot_records, order)
+    check_position(position)
+    heads = check_host_rows(host_rows, lanes)
+    if not use_triton(order):
+        reference.append(
+            keys,
+            values,
+            position,
+            pool,
+            host_rows,
+            buffer,
+            page_table,
+            slot_records,
+            order,
+            tokens_per_record,
+        )
+        return
+    slot_count = order.shape[1]
+    with on_device_of(order):
+        _append_kernel[(lanes,)](
+            keys,
+            values,
+            position,
+            pool,
+            host_rows,
+            buffer,
+            page_table,
+            slot_records,
+            order,
+            keys.stride(0),
+            values.stride(0),
+            page_table.stride(0),
+            host_rows.stride(0),
+            pool.shape[1],
+            heads,
+            slot_count,
+            tokens_per_record,
+            key_width,
+            value_width,
+            block_of(key_width),
+            block_of(value_width),
+            min(block_of(slot_count), _ORDER_BLOCK),
+            num_warps=4,
+        )
+
+
+def _check(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pool: torch.Tensor,
+    buffer: torch.Tensor,
+    order: torch.Tensor,
+    tokens_per_record: int,
+) -> None:
+    lanes, key_width = keys.shape
+    value_width = values.shape[1]
+    record_width = tokens_per_record * (key_width + value_width)
+    if not keys.dtype is values.dtype is pool.dtype is buffer.dtype:
+        raise ValueError(
+            "keys, values, pool and buffer must have one dtype, "
+            f"got {keys.dtype}, {values.dtype}, {pool.dtype} and {buffer.dtype}"
+        )
+    if values.shape[0] != lanes or pool.shape[1] < lanes or pool.shape[2] != record_width:
+        raise ValueError(
+            f"{lanes} lanes of {tokens_per_record} tokens x ({key_width} + {value_width}) need values "
+            f"[{lanes}, {value_width}] and a pool [records, at least {lanes}, {record_width}], "
+            f"got {list(values.shape)} and {list(pool.shape)}"
+        )
+    if buffer.shape != (lanes, order.shape[1], record_width):
+        raise ValueError(f"buffer must be {[lanes, order.shape[1], record_width]}, got {list(buffer.shape)}")
+    if keys.stride(1) != 1 or values.stride(1) != 1 or not (pool.is_contiguous() and buffer.is_contiguous()):
+        raise ValueError("pool and buffer must be contiguous, keys and values in their last dimension")

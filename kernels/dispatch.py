@@ -1,0 +1,83 @@
+"""Where a call runs, the Triton kernel or its reference, and what the wrappers check alike."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+# Set by tests on a machine without a GPU, together with TRITON_INTERPRET=1: run the kernels on CPU tensors.
+interpret = False
+
+_HERE = nullcontext()
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether a call on this tensor runs the Triton kernel; otherwise it runs the reference."""
+    return tensor.is_cuda or interpret
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
+    """A context in which a kernel is launched on the tensor's GPU: Triton takes the current device."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.get_device())
+    return _HERE
+
+
+def block_of(size: int, smallest: int = 1) -> int:
+    """The block, a power of two, that holds `size` elements (`triton.next_power_of_2` takes 4 us)."""
+    return max(smallest, 1 << max(size - 1, 0).bit_length())
+
+
+def ceil_div(size: int, part: int) -> int:
+    """How many parts hold `size` elements (`triton.cdiv` takes 4 us)."""
+    return -(-size // part)
+
+
+def check_state(
+    lanes: int, page_table: torch.Tensor, slot_records: torch.Tensor, order: torch.Tensor
+) -> None:
+    """Check a hot buffer's tables: int32 ``[lanes, capacity]``, ``[lanes, B]`` and ``[lanes, B]``.
+
+    Raises
+    ------
+    ValueError
+        For another dtype, another number of lanes, tables of different ``B``, or a stride between columns.
+    """
+    if not page_table.dtype is slot_records.dtype is order.dtype is torch.int32:
+        raise ValueError(
+            "page_table, slot_records and order must be int32, "
+            f"got {page_table.dtype}, {slot_records.dtype} and {order.dtype}"
+        )
+    if page_table.shape[0] != lanes or order.shape[0] != lanes or slot_records.shape != order.shape:
+        raise ValueError(
+            f"page_table, slot_records and order must be [{lanes}, capacity], [{lanes}, B] and [{lanes}, B], "
+            f"got {list(page_table.shape)}, {list(slot_records.shape)} and {list(order.shape)}"
+        )
+    if page_table.stride(1) != 1 or not (slot_records.is_contiguous() and order.is_contiguous()):
+        raise ValueError("slot_records and order must be contiguous, page_table in its last dimension")
+
+
+def check_position(position: torch.Tensor) -> None:
+    """Check that a position is an int64 tensor of one element (ValueError)."""
+    if position.dtype is not torch.int64 or position.numel() != 1:
+        raise ValueError(
+            f"position must be an int64 tensor of 1 element, got {position.dtype} {list(position.shape)}"
+        )
+
+
+def check_host_rows(host_rows: torch.Tensor, lanes: int) -> int:
+    """Check int32 ``[batch, capacity]`` host rows (ValueError) and return the lanes of one batch row."""
+    if host_rows.dtype is not torch.int32 or host_rows.stride(1) != 1:
+        raise ValueError(
+            f"host_rows must be int32 and contiguous in its last dimension, got {host_rows.dtype} "
+            f"with strides {host_rows.stride()}"
+        )
+    return heads_per_row(lanes, host_rows.shape[0], "host_rows")
+
+
+def heads_per_row(lanes: int, batch: int, name: str) -> int:
+    """The lanes of one batch row; ValueError if the `batch` rows of tensor `name` do not divide the lanes."""
+    if batch == 0 or lanes % batch:
+        raise ValueError(f"{name} has {batch} batch rows, which must divide the {lanes} lanes")
+    return lanes // batch

@@ -1,0 +1,283 @@
+"""Attention of one query token over selected records, read from their slots (grouped-query attention)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reference
+from .dispatch import block_of, ceil_div, check_position, heads_per_row, on_device_of, use_triton
+
+_TOKENS = 64  # read at a time, in 16-bit types; half as many in fp32
+_PROGRAMS = 264  # over all lanes: two per multiprocessor of an H100 or H200
+_MAX_SPLITS = 64  # a lane's partial results are merged in one tile
+
+
+@triton.jit(
+    do_not_specialize=[
+        "selection_stride",
+        "allowed_stride",
+        "heads",
+        "k",
+        "slot_count",
+        "split_tokens",
+    ]
+)
+def _gqa_split_kernel(
+    query,
+    buffer,
+    selection,
+    slots,
+    position,
+    allowed,
+    partial,
+    scale,
+    query_lane_stride,
+    query_row_stride,
+    selection_stride,
+    allowed_stride,
+    heads,
+    k,
+    slot_count,
+    split_tokens,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
+):
+    """Programs (lane, split): flash attention over one stretch of the lane's selected tokens.
+
+    Leaves in `partial` the weighted sums of values of all programs, then their maxima, then their sums of
+    weights, per query head.
+    """
+    RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
+    lane = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    last = tl.load(position)
+    selection += lane * selection_stride
+    slots += lane * k
+    buffer += lane * slot_count * RECORD_WIDTH
+    row = tl.arange(0, GROUP_BLOCK)
+    key_column = tl.arange(0, KEY_BLOCK)
+    value_column = tl.arange(0, VALUE_BLOCK)
+    q = tl.load(
+        query + lane * query_lane_stride + row[:, None] * query_row_stride + key_column[None, :],
+        mask=(row < GROUP)[:, None] & (key_column < KEY_WIDTH)[None, :],
+        other=0.0,
+    )
+
+    maximum = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    output = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    for start in range(0, split_tokens, TOKEN_BLOCK):
+        index = split * split_tokens + start + tl.arange(0, TOKEN_BLOCK)
+        entry = index // TOKENS
+        within = index % TOKENS
+        record = tl.load(selection + entry, mask=entry < k, other=-1).to(tl.int64)
+        token = record * TOKENS + within
+        readable = (record >= 0) & (token <= last)
+        if allowed is not None:
+            readable &= tl.load(allowed + lane // heads * allowed_stride + token, mask=readable, other=0) != 0
+        slot = tl.load(slots + entry, mask=readable, other=0).to(tl.int64)
+
+        # A slot may hold anything where its record has no token yet: what is not readable is not read either.
+        base = buffer + slot * RECORD_WIDTH
+        key = tl.load(
+            (base + within * KEY_WIDTH)[:, None] + key_column[None, :],
+            mask=readable[:, None] & (key_column < KEY_WIDTH)[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            (base + TOKENS * KEY_WIDTH + within * VALUE_WIDTH)[:, None] + value_column[None, :],
+            mask=readable[:, None] & (value_column < VALUE_WIDTH)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(readable[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # -inf - -inf would be NaN
+        weights = tl.exp2(scores - finite[:, None])
+        keep = tl.exp2(maximum - finite)
+        total = total * keep + tl.sum(weights, axis=1)
+        output = output * keep[:, None]
+        output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        maximum = new_maximum
+
+    rows = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUP
+    at = (lane * tl.num_programs(1) + split) * GROUP + row
+    tl.store(
+        partial + at[:, None] * VALUE_WIDTH + value_column[None, :],
+        output,
+        mask=(row < GROUP)[:, None] & (value_column < VALUE_WIDTH)[None, :],
+    )
+    tl.store(partial + rows * VALUE_WIDTH + at, maximum, mask=row < GROUP)
+    tl.store(partial + rows * (VALUE_WIDTH + 1) + at, total, mask=row < GROUP)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _gqa_merge_kernel(
+    partial,
+    output,
+    splits,
+    GROUP: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    """Programs (lane, query head): put the splits' partial results together, always in the same order."""
+    lane = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
+    rows = tl.num_programs(0).to(tl.int64) * splits * GROUP
+    split = tl.arange(0, SPLIT_BLOCK)
+    column = tl.arange(0, VALUE_BLOCK)
+    at = (lane * splits + split) * GROUP + row
+    maximum = tl.load(partial + rows * VALUE_WIDTH + at, mask=split < splits, other=float("-inf"))
+    total = tl.load(partial + rows * (VALUE_WIDTH + 1) + at, mask=split < splits, other=0.0)
+    values = tl.load(
+        partial + at[:, None] * VALUE_WIDTH + column[None, :],
+        mask=(split < splits)[:, None] & (column < VALUE_WIDTH)[None, :],
+        other=0.0,
+    )
+    highest = tl.max(maximum, axis=0)
+    share = tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest))
+    weight = tl.sum(share * total, axis=0)
+    merged = tl.sum(share[:, None] * values, axis=0) / tl.where(weight == 0.0, 1.0, weight)
+    target = output + (lane * GROUP + row) * VALUE_WIDTH + column
+    tl.store(target, merged.to(output.dtype.element_ty), mask=column < VALUE_WIDTH)
+
+
+def gqa_decode(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    selection: torch.Tensor,
+    slots: torch.Tensor,
+    position: torch.Tensor,
+    allowed: torch.Tensor | None,
+    tokens_per_record: int,
+    key_width: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of one query token per lane over the selected records; see `reference.gqa_decode`.
+
+    The result's bits depend on the selection and its order, never on the slots.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or memory layout is not what the reference names.
+    """
+    lanes, group, _ = query.shape
+    k = selection.shape[1]
+    slot_count = buffer.shape[1]
+    value_width = buffer.shape[2] // tokens_per_record - key_width
+    _check(query, buffer, selection, slots, tokens_per_record, key_width)
+    check_position(position)
+    heads = 1
+    if allowed is not None:
+        if allowed.dtype is not torch.bool or allowed.stride(1) != 1:
+            raise ValueError(
+                f"allowed must be bool and contiguous in its last dimension, got {allowed.dtype} "
+                f"with strides {allowed.stride()}"
+            )
+        heads = heads_per_row(lanes, allowed.shape[0], "allowed")
+    if not use_triton(buffer):
+        return reference.gqa_decode(
+            query, buffer, selection, slots, position, allowed, tokens_per_record, key_width, scaling
+        )
+    # How the tokens are split depends on shapes alone, so the order of all sums does too.
+    tokens = k * tokens_per_record
+    token_block = min(block_of(tokens, 16), _TOKENS * 2 // query.element_size())
+    blocks = ceil_div(tokens, token_block)
+    split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // lanes), _MAX_SPLITS))
+    splits = ceil_div(blocks, split_blocks)
+    key_block = block_of(key_width, 16)
+    value_block = block_of(value_width, 16)
+    partial = query.new_empty(lanes * splits * group * (value_width + 2), dtype=torch.float32)
+    output = query.new_empty((lanes, group, value_width))
+    with on_device_of(buffer):
+        _gqa_split_kernel[(lanes, splits)](
+            query,
+            buffer,
+            selection,
+            slots,
+            position,
+            allowed,
+            partial,
+            scaling * math.log2(math.e),
+            query.stride(0),
+            query.stride(1),
+            selection.stride(0),
+            0 if allowed is None else allowed.stride(0),
+            heads,
+            k,
+            slot_count,
+            split_blocks * token_block,
+            group,
+            tokens_per_record,
+            key_width,
+            value_width,
+            block_of(group, 16),
+            key_block,
+            value_block,
+            token_block,
+            num_warps=4 if (key_block + value_block) * query.element_size() <= 512 else 8,
+            num_stages=2,
+        )
+        _gqa_merge_kernel[(lanes, group)](
+            partial,
+            output,
+            splits,
+            group,
+            value_width,
+            value_block,
+            block_of(splits),
+            num_warps=4,
+        )
+    return output
+
+
+def _check(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    selection: torch.Tensor,
+    slots: torch.Tensor,
+    tokens_per_record: int,
+    key_width: int,
+) -> None:
+    lanes, _, width = query.shape
+    if query.dtype is not buffer.dtype:
+        raise ValueError(f"query and buffer must have one dtype, got {query.dtype} and {buffer.dtype}")
+    if width != key_width or query.stride(2) != 1:
+        raise ValueError(
+            f"query must be [{lanes}, group, {key_width}] and contiguous in its last dimension, "
+            f"got {list(query.shape)} with strides {query.stride()}"
+        )
+    record_width = buffer.shape[2]
+    if buffer.shape[0] != lanes or record_width % tokens_per_record or not buffer.is_contiguous():
+        raise ValueError(
+            f"buffer must be a contiguous [{lanes}, B, {tokens_per_record} x (key width + value width)], "
+            f"got {list(buffer.shape)}"
+        )
+    if record_width // tokens_per_record <= key_width:
+        raise ValueError(
+            f"buffer has {record_width // tokens_per_record} elements per token, "
+            f"which must be more than the key width {key_width}"
+        )
+    if selection.shape[0] != lanes or slots.shape != selection.shape or selection.shape[1] < 1:
+        raise ValueError(
+            f"selection and slots must be [{lanes}, k >= 1], "
+            f"got {list(selection.shape)} and {list(slots.shape)}"
+        )
+    if selection.dtype not in (torch.int32, torch.int64) or slots.dtype is not torch.int32:
+        raise ValueError(
+            f"selection must be int32 or int64 and slots int32, got {selection.dtype} and {slots.dtype}"
+        )
+    if (selection.shape[1] > 1 and selection.stride(1) != 1) or not slots.is_contiguous():
+        raise ValueError("slots must be contiguous, selection in its last dimension")

@@ -1,0 +1,145 @@
+"""The tensors of one hosted layer, filled with poison and random bits, and how two of them are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+
+from hisparse_kernels.miss_plan import MissPlan
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+POISON = -77
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Any bit pattern, NaN with all its payloads included."""
+    integer = _INTEGER[dtype.itemsize]
+    info = torch.iinfo(integer)
+    return torch.randint(info.min, info.max, shape, dtype=integer, generator=generator).view(dtype)
+
+
+def assert_same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """`got` (on any device) holds the bits of `want`."""
+    assert got.shape == want.shape, f"{name}: got shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{name}: got {got.dtype}, want {want.dtype}"
+    integer = _INTEGER[want.dtype.itemsize]
+    got, want = got.detach().cpu().contiguous().view(integer), want.detach().cpu().contiguous().view(integer)
+    if not torch.equal(got, want):
+        wrong = (got != want).nonzero()
+        first = tuple(wrong[0].tolist())
+        raise AssertionError(
+            f"{name}: {len(wrong)} of {want.numel()} elements differ, the first at {list(first)}: "
+            f"got {got[first].item()}, want {want[first].item()}"
+        )
+
+
+@dataclass
+class Layer:
+    """What append, resolve and fetch share; `pool` is pinned host memory beside tensors on a GPU."""
+
+    pool: torch.Tensor
+    host_rows: torch.Tensor
+    buffer: torch.Tensor
+    page_table: torch.Tensor
+    slot_records: torch.Tensor
+    order: torch.Tensor
+    counters: torch.Tensor
+    slots: torch.Tensor
+    plan_records: torch.Tensor
+    plan_slots: torch.Tensor
+    plan_count: torch.Tensor
+
+    @classmethod
+    def new(
+        cls,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        k: int = 1,
+        slots: int = 1,
+        capacity: int = 1,
+        record_width: int = 8,
+        dtype: torch.dtype = torch.float16,
+        spare_host_rows: int = 0,
+        seed: int = 0,
+    ) -> Layer:
+        """Nothing resident, every element of the data random, every output poisoned (on the CPU)."""
+        generator = torch.Generator().manual_seed(seed)
+        lanes = batch * heads
+        host_batch = batch + spare_host_rows
+        host_rows = torch.rand(host_batch, capacity, generator=generator).argsort(dim=0)
+        poison = torch.full((lanes, k), POISON, dtype=torch.int32)
+        return cls(
+            pool=random_bits((capacity, host_batch * heads, record_width), dtype, generator),
+            host_rows=host_rows[:batch].int(),
+            buffer=random_bits((lanes, slots, record_width), dtype, generator),
+            page_table=torch.full((lanes, capacity), -1, dtype=torch.int32),
+            slot_records=torch.full((lanes, slots), -1, dtype=torch.int32),
+            order=torch.rand(lanes, slots, generator=generator).argsort(dim=1).int(),
+            counters=torch.randint(0, 2**40, (lanes, 2), generator=generator),
+            slots=poison.clone(),
+            plan_records=poison.clone(),
+            plan_slots=poison.clone(),
+            plan_count=poison[:, 0].clone(),
+        )
+
+    @property
+    def plan(self) -> MissPlan:
+        return MissPlan(self.plan_records, self.plan_slots, self.plan_count)
+
+    def fill(self, fraction: float = 1.0, seed: int = 0) -> Layer:
+        """Make random records resident, in the most recently used slots."""
+        generator = torch.Generator().manual_seed(seed)
+        lanes, slots = self.order.shape
+        capacity = self.page_table.shape[1]
+        count = min(int(fraction * slots), capacity)
+        for lane in range(lanes):
+            records = torch.randperm(capacity, generator=generator)[:count]
+            taken = self.order[lane, slots - count :].long()
+            self.slot_records[lane, taken] = records.int()
+            self.page_table[lane, records] = taken.int()
+        return self
+
+    def poison(self) -> None:
+        """Spoil all outputs."""
+        for output in (self.slots, self.plan_records, self.plan_slots, self.plan_count):
+            output.fill_(POISON)
+
+    def to(self, device: str) -> Layer:
+        """A copy on `device`."""
+
+        def copy(name: str) -> torch.Tensor:
+            tensor = getattr(self, name)
+            if device == "cpu":
+                return tensor.cpu().clone()
+            return tensor.clone().pin_memory() if name == "pool" else tensor.to(device)
+
+        return replace(self, **{field.name: copy(field.name) for field in fields(self)})
+
+    def assert_same(self, want: Layer, when: str = "") -> None:
+        """Every tensor has the bits it has in `want`."""
+        if self.pool.is_pinned():
+            torch.cuda.synchronize()
+        for field in fields(self):
+            assert_same_bits(f"{when}{field.name}", getattr(self, field.name), getattr(want, field.name))
+
+
+def random_selection(
+    lanes: int, k: int, history: int, generator: torch.Generator, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    """``[lanes, k]`` records of a history: recent ones often, with padding, duplicates and empty rows."""
+    reach = torch.rand(lanes, k, generator=generator) ** 2 * history
+    selection = (history - 1 - reach.long()).clamp(min=0)
+    padding = torch.rand(lanes, 1, generator=generator) ** 2 * 0.5
+    selection[torch.rand(lanes, k, generator=generator) < padding] = -1
+    selection[torch.rand(lanes, generator=generator) < 0.1] = -1
+    return selection.to(dtype)
+
+
+def at(position: int, device: str = "cpu") -> torch.Tensor:
+    """A position as the kernels take it."""
+    return torch.tensor([position], device=device)

@@ -1,0 +1,208 @@
+"""append: the reference against a plain loop, the kernel against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hisparse_kernels import append as append_module
+from hisparse_kernels import reference
+from hisparse_kernels.append import append
+
+from .layers import GPU, Layer, assert_same_bits, at, random_bits
+
+
+def run(function, layer: Layer, keys, values, position: int, tokens: int) -> None:
+    device = layer.order.device
+    function(
+        keys.to(device),
+        values.to(device),
+        at(position, device),
+        layer.pool,
+        layer.host_rows,
+        layer.buffer,
+        layer.page_table,
+        layer.slot_records,
+        layer.order,
+        tokens,
+    )
+
+
+def contract(layer: Layer, keys, values, position: int, tokens: int) -> None:
+    """One append as the design words it, one lane after another."""
+    record, row = divmod(position, tokens)
+    key_width, value_width = keys.shape[1], values.shape[1]
+    heads = len(keys) // len(layer.host_rows)
+    for lane in range(len(keys)):
+        table, owner, order = layer.page_table[lane], layer.slot_records[lane], layer.order[lane]
+        if row == 0:
+            slot = order[0].item()
+            if owner[slot] >= 0:
+                table[owner[slot].item()] = -1
+            table[record], owner[slot] = slot, record
+            order.copy_(torch.tensor(order.tolist()[1:] + [slot]))
+            layer.host_rows[lane // heads, record] = lane // heads
+        places = [layer.pool[record, lane]]
+        if table[record] >= 0:
+            places.append(layer.buffer[lane, table[record]])
+        for place in places:
+            all_keys, all_values = place.split([tokens * key_width, tokens * value_width])
+            all_keys.view(tokens, key_width)[row] = keys[lane]
+            if value_width:
+                all_values.view(tokens, value_width)[row] = values[lane]
+
+
+def case(batch, heads, slots, tokens, key_width, value_width, dtype, *marks):
+    name = f"{batch}x{heads}-B{slots}-{tokens}x({key_width}+{value_width})-{dtype}".replace("torch.", "")
+    return pytest.param(batch, heads, slots, tokens, key_width, value_width, dtype, id=name, marks=marks)
+
+
+SMALL = [
+    case(1, 1, 1, 1, 8, 0, torch.bfloat16),
+    case(2, 1, 5, 1, 36, 0, torch.float16),
+    case(1, 2, 3, 4, 8, 8, torch.bfloat16),
+    case(2, 2, 6, 3, 5, 12, torch.float32),
+    case(3, 1, 7, 2, 20, 4, torch.float16),
+]
+BIG = [
+    case(1, 1, 4096, 1, 576, 0, torch.bfloat16, GPU),
+    case(16, 1, 5000, 1, 576, 0, torch.bfloat16, GPU),
+    case(8, 8, 256, 16, 128, 128, torch.bfloat16, GPU),
+    case(4, 4, 100, 63, 80, 96, torch.float16, GPU),
+    case(2, 2, 33, 128, 192, 128, torch.float32, GPU),
+    case(1, 2, 131_072, 1, 64, 64, torch.bfloat16, GPU),
+]
+FIELDS = "batch, heads, slots, tokens, key_width, value_width, dtype"
+
+
+def layer_and_tokens(batch, heads, slots, tokens, key_width, value_width, dtype):
+    layer = Layer.new(
+        batch=batch,
+        heads=heads,
+        slots=slots,
+        capacity=slots + 20,
+        record_width=tokens * (key_width + value_width),
+        dtype=dtype,
+        spare_host_rows=1,
+    ).fill(0.7)
+    # Records from the 10th on are not there yet: nothing may be resident where the tests append.
+    for lane in range(batch * heads):
+        newer = layer.slot_records[lane] >= 10
+        layer.slot_records[lane, newer] = -1
+    layer.page_table[:, 10:] = -1
+    generator = torch.Generator().manual_seed(slots)
+
+    def token(width: int) -> torch.Tensor:
+        return random_bits((batch * heads, width), dtype, generator)
+
+    return layer, lambda: (token(key_width), token(value_width))
+
+
+@pytest.mark.parametrize(FIELDS, SMALL)
+def test_reference_is_the_contract(batch, heads, slots, tokens, key_width, value_width, dtype):
+    got, new = layer_and_tokens(batch, heads, slots, tokens, key_width, value_width, dtype)
+    want = got.to("cpu")
+    for position in range(10 * tokens, 10 * tokens + 9):
+        keys, values = new()
+        run(reference.append, got, keys, values, position, tokens)
+        contract(want, keys, values, position, tokens)
+        got.assert_same(want, f"position {position}: ")
+
+
+@pytest.mark.parametrize(FIELDS, SMALL + BIG)
+def test_kernel_is_the_reference(device, batch, heads, slots, tokens, key_width, value_width, dtype):
+    want, new = layer_and_tokens(batch, heads, slots, tokens, key_width, value_width, dtype)
+    got = want.to(device)
+    for position in range(10 * tokens, 10 * tokens + 10):
+        keys, values = new()
+        run(append, got, keys, values, position, tokens)
+        run(reference.append, want, keys, values, position, tokens)
+        got.assert_same(want, f"position {position}: ")
+
+
+@pytest.mark.parametrize("slots", [8, 9, 63], ids="B{}".format)
+def test_an_order_longer_than_one_tile(device, monkeypatch, slots):
+    monkeypatch.setattr(append_module, "_ORDER_BLOCK", 4)
+    want, new = layer_and_tokens(1, 2, slots, 1, 8, 0, torch.float16)
+    got = want.to(device)
+    for position in range(10, 15):
+        keys, values = new()
+        run(append, got, keys, values, position, 1)
+        run(reference.append, want, keys, values, position, 1)
+        got.assert_same(want, f"position {position}: ")
+
+
+@pytest.mark.parametrize("implementation", [append, reference.append], ids=["kernel", "reference"])
+def test_a_cropped_record_is_continued_on_the_host_alone(device, implementation):
+    layer, new = layer_and_tokens(1, 2, 4, 4, 8, 8, torch.float16)
+    layer = layer.to(device)
+    before = layer.to("cpu")
+    keys, values = new()
+    run(implementation, layer, keys, values, position=10 * 4 + 3, tokens=4)
+    for name in ("buffer", "page_table", "slot_records", "order", "host_rows"):
+        assert_same_bits(name, getattr(layer, name), getattr(before, name))
+    assert_same_bits("keys on the host", layer.pool[10, :2, 24:32], keys)
+    assert_same_bits("values on the host", layer.pool[10, :2, 56:64], values)
+
+
+def test_tokens_that_are_views_of_a_longer_call(device):
+    want, _ = layer_and_tokens(1, 3, 4, 2, 8, 8, torch.float32)
+    got = want.to(device)
+    keys = torch.randn(3, 5, 8)
+    values = torch.randn(3, 2, 5, 8)[:, 1]
+    run(append, got, keys.to(device)[:, 2], values.to(device)[:, 3], position=20, tokens=2)
+    run(reference.append, want, keys[:, 2], values[:, 3], position=20, tokens=2)
+    got.assert_same(want)
+
+
+@GPU
+def test_addresses_beyond_int32(device):
+    """The pool and the buffer have more than 2**31 elements; the token goes behind them."""
+    records, width = 2**19 + 8, 2**12
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer.new(slots=3, capacity=records, record_width=8, dtype=torch.bfloat16).to(device)
+    layer.pool = torch.zeros(records, 1, width, dtype=torch.bfloat16, pin_memory=True)
+    layer.buffer = torch.zeros(1, records, width, dtype=torch.bfloat16, device=device)
+    layer.slot_records = torch.full((1, records), -1, dtype=torch.int32, device=device)
+    layer.order = torch.arange(records - 1, -1, -1, dtype=torch.int32, device=device)[None].contiguous()
+    keys, values = (random_bits((1, width // 2), torch.bfloat16, generator) for _ in "kv")
+    run(append, layer, keys, values, position=records - 1, tokens=1)
+    torch.cuda.synchronize()
+    want = torch.cat([keys, values], dim=1)[0]
+    assert_same_bits("pool", layer.pool[records - 1, 0], want)
+    assert_same_bits("buffer", layer.buffer[0, records - 1], want)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("keys", torch.zeros(2, 8, dtype=torch.float32)),
+        ("values", torch.zeros(2, 9, dtype=torch.float16)),
+        ("position", torch.zeros(1, dtype=torch.int32)),
+        ("pool", torch.zeros(30, 1, 64, dtype=torch.float16)),
+        ("pool", torch.zeros(30, 64, 2, dtype=torch.float16).transpose(1, 2)),
+        ("host_rows", torch.zeros(1, 30, dtype=torch.int64)),
+        ("host_rows", torch.zeros(3, 30, dtype=torch.int32)),
+        ("buffer", torch.zeros(2, 5, 64, dtype=torch.float16)),
+        ("order", torch.zeros(2, 4, dtype=torch.int64)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{list(value.shape)}-{value.dtype}",
+)
+def test_wrong_arguments_are_named(name, value):
+    layer, new = layer_and_tokens(1, 2, 4, 4, 8, 8, torch.float16)
+    keys, values = new()
+    arguments = {
+        "keys": keys,
+        "values": values,
+        "position": at(40),
+        "pool": layer.pool,
+        "host_rows": layer.host_rows,
+        "buffer": layer.buffer,
+        "page_table": layer.page_table,
+        "slot_records": layer.slot_records,
+        "order": layer.order,
+        "tokens_per_record": 4,
+    }
+    arguments[name] = value
+    with pytest.raises(ValueError, match=name):
+        append(**arguments)
