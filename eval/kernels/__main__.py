@@ -29,7 +29,9 @@ from hisparse_kernels.mla_decode import mla_decode
 REPLAYS = 7
 
 
-def microseconds(calls: list[Callable[[], Any]], before: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+def microseconds(
+    calls: list[Callable[[], Any]], before: Callable[[], Any] = lambda: None
+) -> tuple[float, float]:
     """Median and spread (max - min) of the time per call, in one CUDA graph; `before` runs ahead of each replay, untimed."""
     before()
     calls[0]()  # compile
@@ -76,7 +78,9 @@ def resolve_and_fetch(
             held.copy_(kept)
         buffer.counters.zero_()
 
-    time, spread = microseconds([lambda s=selection: buffer.read(s, position, pool) for selection in timed], restore)
+    time, spread = microseconds(
+        [lambda s=selection: buffer.read(s, position, pool) for selection in timed], restore
+    )
     restore()
     for selection in timed:
         buffer.read(selection, position, pool)
@@ -148,12 +152,16 @@ def absorbed_attention(batch: int, heads: int = 128, k: int = 2048, slots: int =
 
 def main() -> None:
     """Measure all, print a line each, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("eval/results/kernels.csv"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("eval.kernels measures GPU kernels: there is no CUDA device here")
-    cases: list[Callable[[], dict[str, Any]]] = [lambda b=batch: absorbed_attention(b) for batch in (1, 8, 32)]
+    cases: list[Callable[[], dict[str, Any]]] = [
+        lambda b=batch: absorbed_attention(b) for batch in (1, 8, 32)
+    ]
     for lanes, misses in ((1, 0), (64, 0), (1, 266), (4, 266), (16, 266), (64, 266), (64, 614)):
         cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, 1, 576, 2048, 4096))
     for lanes, misses in ((8, 0), (8, 17), (64, 17)):  # Quest: 2048 tokens of 128 channels, 13.4% missing

@@ -29,12 +29,26 @@ from hf_hisparse import HiSparseCache, Quest, disable
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": dict(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
     ),
     "qwen3-4b": dict(
-        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
     ),
-    "toy": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),
+    "toy": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
 }
 
 
@@ -76,7 +90,9 @@ def kv_on_device(cache: Cache, device: torch.device) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None and tensor.device == device)
 
 
-def measure(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, new_tokens: int, label: str) -> dict[str, Any]:
+def measure(
+    model: PreTrainedModel, cache: Cache, ids: torch.Tensor, new_tokens: int, label: str
+) -> dict[str, Any]:
     """Run one `generate`; return times, memory and counters."""
     cuda = torch.cuda.is_available()
     if cuda:
@@ -142,18 +158,26 @@ def formula_bytes(model: PreTrainedModel, quest: Quest, buffer_tokens: int, batc
     config = model.config
     record = quest.page_size * config.head_dim * 2 * model.dtype.itemsize
     lanes = batch * config.num_key_value_heads
-    return lanes * (config.num_hidden_layers - quest.dense_layers) * (buffer_tokens // quest.page_size) * record
+    return (
+        lanes * (config.num_hidden_layers - quest.dense_layers) * (buffer_tokens // quest.page_size) * record
+    )
 
 
 def main() -> None:
     """Read the command line, measure, print a table, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, or a model id or folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, or a model id or folder"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768], help="prompt tokens")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--offloaded-tokens", type=int, default=8, help="fewer, as it takes long")
-    parser.add_argument("--caches", nargs="+", default=["dynamic", "offloaded", "hisparse", "hisparse-resident"])
+    parser.add_argument(
+        "--caches", nargs="+", default=["dynamic", "hisparse", "hisparse-resident", "offloaded"]
+    )
     parser.add_argument("--token-budget", type=int, default=2048)
     parser.add_argument("--device-buffer-tokens", type=int, default=4096)
     parser.add_argument("--output", type=Path, default=Path("eval/results/throughput.csv"))
@@ -175,11 +199,19 @@ def main() -> None:
             ids = torch.randint(10, model.config.vocab_size, (batch, context), device=device)
             makers = caches(model, quest, args.device_buffer_tokens, context + args.new_tokens)
             for name in args.caches:
-                tokens = min(args.new_tokens, args.offloaded_tokens) if name == "offloaded" else args.new_tokens
+                tokens = (
+                    min(args.new_tokens, args.offloaded_tokens) if name == "offloaded" else args.new_tokens
+                )
                 if not name.startswith("hisparse"):
                     disable(model)
                 cache = makers[name]()
-                row = {"model": args.model, "dtype": str(dtype), "context": context, "batch": batch, "cache": name}
+                row = {
+                    "model": args.model,
+                    "dtype": str(dtype),
+                    "context": context,
+                    "batch": batch,
+                    "cache": name,
+                }
                 try:
                     row |= measure(model, cache, ids, tokens, f"{name} {context} x {batch}")
                 except (torch.cuda.OutOfMemoryError, MemoryError) as error:
@@ -192,6 +224,7 @@ def main() -> None:
                 gc.collect()
                 if device == "cuda":
                     torch.cuda.empty_cache()
+                    torch._C._host_emptyCache()  # torch keeps the pinned memory that offloading used
                 write_csv(args.output, rows)
     print(f"written: {args.output}")
 

@@ -32,7 +32,7 @@ def test_selections_are_of_different_records():
     trace = synthetic_trace(lanes=3, k=32, history=300, steps=5)
     assert trace.shape == (5, 3, 32)
     assert all(len(set(selection.tolist())) == 32 for selection in trace.flatten(0, 1))
-    assert 0 <= trace.min() and trace.max() < 300
+    assert trace.min() >= 0 and trace.max() < 300
 
 
 def test_the_same_seed_gives_the_same_trace():
