@@ -23,6 +23,7 @@ from .selector import Selector
 from .stats import Memory, Stats
 
 _GROWTH_TOKENS = 1024
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # sums are fp32: a wider type would lose what it is for
 _CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.20")
 
 
@@ -145,6 +146,11 @@ class HiSparseCache(Cache):
             raise RuntimeError(
                 f"HiSparseCache needs an enabled model, this one's attention is {implementation!r}: call "
                 "hf_hisparse.enable(model), or build the cache from the model: HiSparseCache(model, ...)"
+            )
+        if key_states.dtype not in _DTYPES:
+            raise ValueError(
+                f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "
+                "one of them"
             )
         self._check_whole()
         first = self.hosted_layers[0]

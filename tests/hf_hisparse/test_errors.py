@@ -1,0 +1,263 @@
+"""What goes wrong between a model and a cache: one clear error, and a cache that is unchanged or says it is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
+
+from hf_hisparse import HiSparseCache, Quest, disable, enable
+from tests.models import build, prompt
+from tests.oracle import quest_oracle
+
+SELECTOR = Quest(32, 4)
+
+
+def _prefilled(model, batch: int = 2, **settings) -> HiSparseCache:
+    cache = HiSparseCache(model, SELECTOR, **settings)
+    with torch.no_grad():
+        model(prompt(batch, 300, device=str(model.device)), past_key_values=cache)
+    return cache
+
+
+def _continuation(model, cache) -> torch.Tensor:
+    """Logits of a few decode calls after a prefill."""
+    device = str(model.device)
+    with torch.no_grad():
+        calls = [model(prompt(2, rows, rows, device), past_key_values=cache).logits for rows in (1, 3, 1)]
+    return torch.cat(calls, dim=1)
+
+
+def _assert_unchanged(model, cache: HiSparseCache, length: int = 300) -> None:
+    """The cache goes on as one to which nothing happened."""
+    assert cache.get_seq_length() == length
+    assert {layer.get_seq_length() for layer in cache.layers} == {length}
+    assert torch.equal(_continuation(model, cache), _continuation(model, _prefilled(model)))
+
+
+def test_another_batch_size(model):
+    cache = _prefilled(model)
+    ids = prompt(3, 5, device=str(model.device))
+    with pytest.raises(ValueError, match=r"batch size 3, but 2 is held.*reset\(\)"):
+        model(ids, past_key_values=cache)
+    _assert_unchanged(model, cache)
+    cache.reset()
+    model(ids, past_key_values=cache)
+
+
+def test_another_batch_size_in_generate(model):
+    cache = _prefilled(model)
+    with pytest.raises(ValueError, match="batch size 1, but 2 is held"):
+        model.generate(prompt(1, 320, device=str(model.device)), past_key_values=cache, max_new_tokens=2)
+    _assert_unchanged(model, cache)
+
+
+def test_another_dtype(model):
+    cache = _prefilled(model)
+    other = copy.deepcopy(model).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dtype torch\.bfloat16, but torch\.float32 is held"):
+        other(prompt(2, 5, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+def test_another_model(model):
+    cache = _prefilled(model)
+    other = build("llama").to(model.device)
+    enable(other)
+    with pytest.raises(ValueError, match=r"KV heads 1, but 2 is held.*key width 32, but 16 is held"):
+        other(prompt(2, 5, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_another_device(model, layer):
+    cache = _prefilled(model)
+    keys = torch.zeros(2, 2, 1, 16, device="meta")
+    with pytest.raises(ValueError, match=rf"device meta, but {model.device.type}.* is held"):
+        cache.update(keys, keys, layer)
+    _assert_unchanged(model, cache)
+
+
+def test_a_model_that_is_not_enabled(model):
+    cache = HiSparseCache(model.config, SELECTOR)
+    ids = prompt(2, 300, device=str(model.device))
+    with pytest.raises(RuntimeError, match=r"'sdpa'.*hf_hisparse\.enable\(model\)"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=3)
+    assert cache.get_seq_length() == 0
+    enable(model)
+    model(ids, past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+def test_a_model_disabled_in_between(model):
+    cache = _prefilled(model)
+    disable(model)
+    with pytest.raises(RuntimeError, match=r"hf_hisparse\.enable\(model\)"):
+        model(prompt(2, 1, device=str(model.device)), past_key_values=cache)
+    enable(model)
+    _assert_unchanged(model, cache)
+
+
+def test_a_cache_of_an_enabled_model_with_another_that_is_not(model):
+    """Never a wrong answer, though the cache only knows the model it was built from."""
+    other = copy.deepcopy(model)
+    cache = HiSparseCache(model, SELECTOR)
+    ids = prompt(1, 300, device=str(model.device))
+    with pytest.raises(RuntimeError, match=r"not enabled.*reset\(\).*hf_hisparse\.enable\(model\)"):
+        other.generate(ids, past_key_values=cache, max_new_tokens=3)
+    cache.reset()
+    enable(other)
+    other.generate(ids, past_key_values=cache, max_new_tokens=3)
+
+
+def test_cache_implementation_beside_the_cache(model):
+    cache = _prefilled(model)
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(
+            prompt(2, 301, device=str(model.device)),
+            past_key_values=cache,
+            cache_implementation="static",
+            max_new_tokens=2,
+        )
+    _assert_unchanged(model, cache)
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_attention_that_decode_does_not_compute(device, name):
+    model = build(name).to(device)
+    model.set_attn_implementation("eager")
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    argument = {"softcap": "softcap=", "sinks": "s_aux="}[name]
+    for _ in range(2):  # the first call stops within; a second must not take its remains for a history
+        with pytest.raises((ValueError, RuntimeError), match=rf"({argument}.*DynamicCache|cache\.reset\(\))"):
+            model.generate(prompt(1, 100, device=device), past_key_values=cache, max_new_tokens=3)
+    cache.reset()
+    with pytest.raises(ValueError, match=rf"{argument}.*DynamicCache"):
+        model.generate(prompt(1, 100, device=device), past_key_values=cache, max_new_tokens=3)
+    model.generate(prompt(1, 100, device=device), max_new_tokens=3)
+
+
+def test_a_model_that_selects_by_itself():
+    model = build("dsa")
+    attention = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"'deepseek_v32'.*indexer.*DynamicCache"):
+        HiSparseCache(model, SELECTOR)
+    assert model.config._attn_implementation == attention
+
+
+def test_an_encoder_decoder():
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    with pytest.raises(ValueError, match=r"decoder-only.*'t5'"):
+        HiSparseCache(T5ForConditionalGeneration(config), SELECTOR)
+
+
+def test_attention_without_the_interface():
+    model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=16, n_layer=4, n_head=2))
+    attention = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"BloomForCausalLM.*AttentionInterface.*DynamicCache"):
+        HiSparseCache(model, SELECTOR)
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("base", ["flash_attention_2", "flex_attention"])
+def test_other_attention_below(model, base):
+    model.config._attn_implementation_internal = base  # flash needs a package and a GPU to be set by name
+    for refused in (lambda: enable(model), lambda: HiSparseCache(model, SELECTOR)):
+        with pytest.raises(ValueError, match=rf'{base}.*model\.set_attn_implementation\("sdpa"\)'):
+            refused()
+    assert model.config._attn_implementation == base
+
+
+def test_attention_weights_cannot_be_had(model):
+    model.set_attn_implementation("eager")
+    cache = _prefilled(model)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(prompt(2, 1, device=str(model.device)), past_key_values=cache, output_attentions=True)
+
+
+class Accident(Exception):
+    """Something that happened to someone else."""
+
+
+def _raise(*args):
+    raise Accident
+
+
+@pytest.mark.parametrize("rows", [1, 40], ids=["decode", "prefill"])
+@pytest.mark.parametrize("place", ["layers.1", "layers.2", "layers.3.self_attn.o_proj", "layers.2.mlp"])
+def test_an_error_in_the_middle_of_a_forward(model, place, rows):
+    cache = _prefilled(model)
+    module = model.model.get_submodule(place)
+    ids = prompt(2, rows, device=str(model.device))
+    with module.register_forward_pre_hook(_raise), pytest.raises(Accident):
+        model(ids, past_key_values=cache)
+    if place == "layers.3.self_attn.o_proj":  # all layers have taken the tokens: nothing is amiss
+        assert {layer.get_seq_length() for layer in cache.layers} == {300 + rows}
+    else:
+        for use in (
+            lambda: model(ids, past_key_values=cache),
+            lambda: model.generate(prompt(2, 310, device=str(model.device)), past_key_values=cache),
+            lambda: copy.deepcopy(cache),
+            lambda: cache.crop(-1),
+        ):
+            with pytest.raises(RuntimeError, match=r"did not finish.*cache\.reset\(\)"):
+                use()
+    print(cache, cache.stats(), cache.memory())
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+def test_an_error_within_attention(model, monkeypatch):
+    cache = _prefilled(model)
+    monkeypatch.setattr(cache.hosted_layers[-1].state, "select", _raise)
+    with pytest.raises(Accident):
+        _continuation(model, cache)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"cache\.reset\(\)"):
+        _continuation(model, cache)
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+def test_dropout(model):
+    model.train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropout=0\.1.*model\.eval\(\)"):
+        model(prompt(1, 50, device=str(model.device)), past_key_values=HiSparseCache(model, SELECTOR))
+
+
+def test_gradients_do_not_vanish_silently(model):
+    cache = _prefilled(model)
+    loss = model(prompt(2, 3, device=str(model.device)), past_key_values=cache).logits.sum()
+    with pytest.raises(RuntimeError, match=r"no gradients flow.*HiSparseCache"):
+        loss.backward()
+
+
+def test_a_mask_per_head(model):
+    cache = HiSparseCache(model, SELECTOR)
+    mask = torch.zeros(1, 4, 40, 40, device=model.device)
+    with pytest.raises(ValueError, match=r"\[1, 4, 40, 40\].*\[batch, 1, queries, keys\]"):
+        model(prompt(1, 40, device=str(model.device)), attention_mask=mask, past_key_values=cache)
+
+
+def test_the_helpers_above_can_fail(model):
+    """`_assert_unchanged` sees one token too many, and that pages were dropped."""
+    cache = _prefilled(model)
+    _continuation(model, cache)
+    with pytest.raises(AssertionError):
+        _assert_unchanged(model, cache)
+    native = copy.deepcopy(model)
+    disable(native)
+    with quest_oracle(native, budget=28, page_size=4), torch.no_grad():
+        short = DynamicCache(config=native.config)
+        native(prompt(2, 300, device=str(model.device)), past_key_values=short)
+        answer = _continuation(native, short)
+    assert not torch.allclose(answer, _continuation(model, _prefilled(model)), atol=1e-2)

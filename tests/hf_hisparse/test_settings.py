@@ -1,0 +1,92 @@
+"""Settings that do not fit: one error each, with the value, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import Qwen3Config
+
+from hf_hisparse import HiSparseCache, Quest
+
+CONFIG = Qwen3Config(num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("value", [0, -16, 2.5, True, None, "64"])
+@pytest.mark.parametrize("name", ["token_budget", "page_size", "dense_layers"])
+def test_quest_settings_are_positive_whole_numbers(name, value):
+    if name == "dense_layers" and value == 0:
+        value = -1  # 0 is fine
+    with pytest.raises(ValueError, match=f"{name}={value!r}".replace(".", r"\.")):
+        Quest(**{name: value})
+
+
+def test_the_budget_is_whole_pages():
+    with pytest.raises(ValueError, match=r"token_budget=100 .*page_size=16.*96.*112"):
+        Quest(token_budget=100, page_size=16)
+
+
+def test_the_budget_is_at_least_a_page():
+    with pytest.raises(ValueError, match=r"token_budget=8 .*page_size=16.*take 16\b"):
+        Quest(token_budget=8, page_size=16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "advice"),
+    [(56, 64), (0, 64), (-8, 64), (63, 64), (65, 72), (64.0, 128), ("64", 128), (True, 64)],
+)
+def test_the_buffer_holds_the_budget_in_whole_pages(tokens, advice):
+    with pytest.raises(
+        ValueError, match=rf"device_buffer_tokens={tokens!r}, .*page size 8.*64 tokens.*{advice}"
+    ):
+        HiSparseCache(CONFIG, Quest(64, 8), device_buffer_tokens=tokens)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.5, True, None, "8"])
+def test_decode_rows_is_a_positive_whole_number(rows):
+    with pytest.raises(ValueError, match=rf"decode_rows={rows!r}".replace(".", r"\.")):
+        HiSparseCache(CONFIG, Quest(64, 8), decode_rows=rows)
+
+
+@pytest.mark.parametrize("size", ["lots", "5 XB", "", "-1GiB", 0, -5, "0GB", 1.5e9, True])
+def test_host_memory_is_a_size(size):
+    if size == 1.5e9:
+        HiSparseCache(CONFIG, Quest(64, 8), host_memory=size)  # a number of bytes, if not a whole one
+        return
+    with pytest.raises(ValueError, match=re.escape(f"host_memory={size!r}") + ".*GiB"):
+        HiSparseCache(CONFIG, Quest(64, 8), host_memory=size)
+
+
+@pytest.mark.parametrize("size", [2**30, "1GiB", "1 GiB", "1.5GB", "500MB", "1TiB"])
+def test_sizes_as_people_write_them(size):
+    HiSparseCache(CONFIG, Quest(64, 8), host_memory=size)
+
+
+@pytest.mark.parametrize("selector", [None, "quest", Quest, 2048])
+def test_a_selector_is_one(selector):
+    with pytest.raises(ValueError, match=r"selector=.*Quest\("):
+        HiSparseCache(CONFIG, selector)
+
+
+def test_some_layer_is_hosted():
+    with pytest.raises(ValueError, match=r"dense_layers=4.*lower dense_layers"):
+        HiSparseCache(CONFIG, Quest(64, 8, dense_layers=4))
+
+
+def test_the_model_is_a_model():
+    with pytest.raises((TypeError, ValueError), match=r"Qwen/Qwen3-8B.*(model|config)"):
+        HiSparseCache("Qwen/Qwen3-8B", Quest())
+
+
+def test_settings_can_be_read_off():
+    cache = HiSparseCache(CONFIG, Quest(64, 8))
+    for part in (
+        "token_budget=64",
+        "page_size=8",
+        "dense_layers=2",
+        "device_buffer_tokens=128",
+        "decode_rows=32",
+    ):
+        assert part in repr(cache)
+    assert "2 hosted and 2 native layers" in repr(cache)
+    assert "0 tokens" in repr(cache)
