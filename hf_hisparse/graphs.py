@@ -227,6 +227,9 @@ def _obstacle(model: PreTrainedModel, cache: HiSparseCache) -> str | None:
     other = [layer for layer in cache.layers if not isinstance(layer, HostedLayer | ResidentLayer)]
     if other:
         return f"a {type(other[0]).__name__} changes its shape with every token"
+    grows = [layer for layer in cache.hosted_layers if not layer.capturable]
+    if grows:
+        return f"the indexer of a {type(grows[0]).__name__} sees one more key with every token"
     if cache.verifies:
         return "verify=True compares on the CPU in every step"
     devices = {parameter.device for parameter in model.parameters()}

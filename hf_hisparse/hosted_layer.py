@@ -21,6 +21,16 @@ from .stats import LayerStats
 from .versions import new_version
 
 LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
+# What a model may ask of its attention that changes the result and that decode over slots does not compute.
+UNSUPPORTED_ARGUMENTS: tuple[str, ...] = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "output_attentions",
+    "sliding_window",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,9 @@ class HostedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     _layer_type = None
+    capturable = True  # whether a decode step can be captured in a CUDA graph
+    unsupported_arguments = UNSUPPORTED_ARGUMENTS
+    alternative = "DynamicCache"  # what serves a model that asks for such an argument
 
     def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding) -> None:
         super().__init__()

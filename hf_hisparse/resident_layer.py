@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hisparse_kernels.gqa_decode import gqa_decode
 
-from .hosted_layer import LAYER_ATTRIBUTE
+from .hosted_layer import LAYER_ATTRIBUTE, UNSUPPORTED_ARGUMENTS
 from .padding import Padding
 from .records import moved
 from .versions import new_version
@@ -29,6 +29,8 @@ class ResidentLayer(DynamicLayer):
     is_compileable = False
     is_croppable = True
     _layer_type = None
+    unsupported_arguments = UNSUPPORTED_ARGUMENTS
+    alternative = "DynamicCache"
 
     def __init__(self, layer_idx: int, padding: Padding) -> None:
         super().__init__()
