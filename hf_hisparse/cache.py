@@ -54,6 +54,9 @@ class HiSparseCache(Cache):
         full on the GPU; for checking.
     prefill_memory : int or str
         For models that select themselves: the most GPU memory that a long prompt may take beyond its results.
+    prefetch : bool
+        For models whose layers share selections: fetch for all of them as soon as the first has selected, beside what it
+        computes next. False fetches when a layer's turn comes; the answers are the same.
     verify : bool
         Compare, in every step, each slot that is read with the host, bit for bit. Slow.
     graphs : bool
@@ -81,13 +84,16 @@ class HiSparseCache(Cache):
         host_memory: int | str | None = None,
         mla_mode: str = "absorb",
         prefill_memory: int | str = "2GiB",
+        prefetch: bool = True,
         verify: bool = False,
         graphs: bool = True,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(config, PreTrainedConfig):
             raise ValueError(f"HiSparseCache: {model!r} is neither a transformers model nor a model's config")
-        family = family_of(config, selector, mla_mode, parse_bytes(prefill_memory, "prefill_memory"))
+        family = family_of(
+            config, selector, mla_mode, parse_bytes(prefill_memory, "prefill_memory"), prefetch
+        )
         buffer_tokens = _checked_buffer(device_buffer_tokens, family)
         if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:
             raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
@@ -332,6 +338,7 @@ class HiSparseCache(Cache):
             else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
+        other._family.connect(other.layers)
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
         other._states = dict(self._states)
         return other

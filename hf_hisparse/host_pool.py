@@ -58,6 +58,11 @@ class HostPool:
         return used.view(self.layout.dtype).view(capacity, lanes, self.layout.elements)
 
     @property
+    def capacity(self) -> int:
+        """Records that there is room for; the memory of another pool may hold more than this one's table names."""
+        return min(self.records.shape[0], self.host_rows.shape[1])
+
+    @property
     def record_nbytes(self) -> int:
         """Host bytes of one record of all lanes."""
         return self.host_batch * self.heads * self.layout.nbytes

@@ -116,7 +116,7 @@ class HostedLayer(CacheLayerMixin):
         if not self._fits(shape, layout):
             self.layout = layout
             self.pool = HostPool(batch, heads, layout, device, self._area)
-            self.buffer = HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, device)
+            self.buffer = self.new_buffer(shape, layout)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             self.version = new_version()
@@ -126,6 +126,10 @@ class HostedLayer(CacheLayerMixin):
     @abstractmethod
     def layout_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> RecordLayout:
         """The record layout for keys and values ``[batch, heads, T, width]`` of these widths."""
+
+    def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer:
+        """The empty hot buffer of this layer."""
+        return HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, shape.device)
 
     @abstractmethod
     def new_state(self, shape: LayerShape) -> SelectorState:
@@ -224,7 +228,7 @@ class HostedLayer(CacheLayerMixin):
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
         needed = self.layout.count(tokens)
-        if needed <= min(self.pool.records.shape[0], self.buffer.page_table.shape[1]):
+        if needed <= min(self.pool.capacity, self.buffer.page_table.shape[1]):
             return
         # More than is needed now, so that growth is rare.
         capacity = max(self.layout.count(max(tokens, self.growth_target)), self.settings.top_k)

@@ -37,6 +37,9 @@ class Family(Protocol):
     def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
         """The layers of an empty cache; those not hosted are transformers' own."""
 
+    def connect(self, layers: list[Any]) -> None:
+        """Let copies of these layers know each other."""
+
     def check_call(self, cache: Cache) -> None:
         """Raise RuntimeError if a forward pass may not use `cache` as things are."""
 
@@ -58,6 +61,9 @@ class SelectorFamily:
             layers[index] = GqaLayer(index, settings, padding, self.selector)
         return layers
 
+    def connect(self, layers: list[Any]) -> None:
+        """No layer needs another."""
+
     def check_call(self, cache: Cache) -> None:
         """Any call will do."""
 
@@ -66,9 +72,9 @@ class SelectorFamily:
 
 
 def family_of(
-    config: PreTrainedConfig, selector: Selector | None, mla_mode: str, prefill_memory: int
+    config: PreTrainedConfig, selector: Selector | None, mla_mode: str, prefill_memory: int, prefetch: bool
 ) -> Family:
-    """The family of the model of this configuration.
+    """The family of the model of this configuration; the last three are settings of `LatentSettings`.
 
     Raises
     ------
@@ -88,15 +94,16 @@ def family_of(
         )
     layers = list(DynamicCache(config=config).layers)
     if any(hasattr(layer, "update_indexer") or hasattr(layer, "update_index") for layer in layers):
-        return _latent_family(decoder, layers, selector, mla_mode, prefill_memory)
+        indexed = _indexed_layers(decoder, layers, selector)
+        return LatentFamily(
+            decoder, layers, indexed, mla_mode=mla_mode, prefill_memory=prefill_memory, prefetch=prefetch
+        )
     if mla_mode != "absorb":
         raise ValueError(f"mla_mode={mla_mode!r} is for models with latent attention, {decoder.model_type!r} has none")
     return _selector_family(decoder, layers, selector)
 
 
-def _latent_family(
-    decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None, mla_mode: str, prefill_memory: int
-) -> LatentFamily:
+def _indexed_layers(decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None) -> list[int]:
     indexed = [i for i, layer in enumerate(layers) if hasattr(layer, "update_indexer")]
     # glm5_next selects pools of tokens (index_kpool) and never hands a selection to the attention function.
     needed = ("index_topk", "kv_lora_rank", "qk_rope_head_dim")
@@ -110,7 +117,7 @@ def _latent_family(
             f"HiSparseCache: selector={selector!r}, but {decoder.model_type!r} brings its own selection "
             f"(index_topk={decoder.index_topk}): leave the selector out"
         )
-    return LatentFamily(decoder, layers, indexed, mla_mode, prefill_memory)
+    return indexed
 
 
 def _selector_family(decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None) -> SelectorFamily:

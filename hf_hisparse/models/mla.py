@@ -11,9 +11,11 @@ from transformers import Cache, PreTrainedConfig
 
 from ..active import current_call
 from ..gradients import without_gradient
-from ..hosted_layer import HostedLayer, LayerSettings
+from ..hosted_layer import HostedLayer, LayerSettings, NewTokens
+from ..hot_buffer import HotBuffer
 from ..masks import allowed_keys, readable
 from ..padding import Padding
+from ..prefetch import FollowerBuffer, Group, Replay, prefetch
 from ..records import RecordLayout
 from ..selector import LayerShape
 from .indexer import IndexerKeys
@@ -33,10 +35,13 @@ class LatentSettings(LayerSettings):
         `ExpandedAttention`).
     prefill_memory : int
         Bytes of device memory that a long call may take beyond its results.
+    prefetch : bool
+        Fetch for the layers that share a selection as soon as it is known, not when their turn comes.
     """
 
     mla_mode: str
     prefill_memory: int
+    prefetch: bool
 
 
 class LatentLayer(HostedLayer):
@@ -45,9 +50,13 @@ class LatentLayer(HostedLayer):
     capturable = False
     settings: LatentSettings
     state: IndexerKeys
+    buffer: HotBuffer | FollowerBuffer  # type: ignore[assignment]
+    group: Group
 
     def __init__(self, layer_idx: int, settings: LatentSettings, padding: Padding) -> None:
         super().__init__(layer_idx, settings, padding)
+        self.replays: list[Replay] = []  # of the last decode call, for the layers that follow
+        self.prefetched: torch.cuda.Event | None = None
         self._up = UpProjection()
         if settings.mla_mode == "expand":
             self.unsupported_arguments = ("output_attentions",)
@@ -61,6 +70,24 @@ class LatentLayer(HostedLayer):
     def new_state(self, shape: LayerShape) -> IndexerKeys:
         """No indexer keys yet."""
         return IndexerKeys()
+
+    def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer | FollowerBuffer:  # type: ignore[override]
+        """Data alone if another layer of the group on this device leads."""
+        leader = self.group.leader_of(self, shape.device)
+        return super().new_buffer(shape, layout) if leader is None else FollowerBuffer(leader.buffer)  # type: ignore[arg-type]
+
+    def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
+        if not super()._fits(shape, layout):
+            return False
+        leader = self.group.leader_of(self, shape.device)
+        return getattr(self.buffer, "leader", None) is (None if leader is None else leader.buffer)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens (see `HostedLayer.update`); what is still being fetched for them must have arrived."""
+        self._await_prefetch()
+        return super().update(key_states, value_states, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Take the indexer keys ``[batch, T, width]`` of new tokens; those of all tokens, ``[batch, total, width]``.
@@ -186,12 +213,13 @@ class LatentLayer(HostedLayer):
         new = self.new_tokens()
         selections = readable(indices, allowed_keys(mask, query.shape[0]))
         selections = torch.nn.functional.pad(selections, (0, self.settings.top_k - indices.shape[2]), value=-1)
+        self.replays = []
         outputs = []
         for i in range(query.shape[2]):
             row = slice(i, i + 1)
-            self.append(new.keys[:, 0, i], new.values[:, 0, i])
             selection = selections[:, i].contiguous()
-            slots = self.read(selection)
+            take = self._follow if isinstance(self.buffer, FollowerBuffer) else self._lead
+            slots = take(i, new, selection)
             if expanded is None:
                 output = self._absorbed(module, query[:, :, row], self.buffer.data, selection, slots, scaling)
             else:
@@ -201,6 +229,53 @@ class LatentLayer(HostedLayer):
             self.advance()
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _lead(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
+        """Store new token `i`, make resident what it selects, and let followers know; the slots, int32 ``[lanes, k]``."""
+        self.append(new.keys[:, 0, i], new.values[:, 0, i])
+        slots = self.read(selection)
+        if self.group.members[-1] is not self:
+            replay = Replay(selection, slots, self.buffer.plan, self.buffer.slot_of(self.position))  # type: ignore[union-attr]
+            if new.keys.shape[2] > 1:
+                replay = replay.kept()
+            self.replays.append(replay)
+            if i == 0 and self.settings.prefetch:
+                prefetch(self.group.followers_of(self), replay)
+        return slots
+
+    def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
+        """Do for new token `i` what the leader did."""
+        leader = self.group.leader_of(self, self.position.device)
+        assert isinstance(self.buffer, FollowerBuffer) and leader is not None
+        replay = leader.replays[i]
+        if i or self.prefetched is None:
+            self.pool.wait()
+            self.buffer.fetch(replay.plan, self.pool)
+        self.prefetched = None
+        self.buffer.write(new.keys[:, 0, i], new.values[:, 0, i], self.position, replay.written, self.pool)
+        if self.settings.verify:
+            if not torch.equal(selection, replay.selection):
+                raise RuntimeError(
+                    f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares "
+                    "its selection with"
+                )
+            self._verify(selection, replay.slots)
+        return replay.slots
+
+    def _await_prefetch(self) -> None:
+        if self.prefetched is not None:
+            torch.cuda.current_stream(self.position.device).wait_event(self.prefetched)
+
+    def reset(self) -> None:
+        """Forget everything (see `HostedLayer.reset`)."""
+        self._await_prefetch()
+        self.prefetched = None
+        super().reset()
+
+    def restore(self, counts: tuple[int, int]) -> None:
+        """Back to `counts`; an event of the failed capture must not be waited for."""
+        self.prefetched = None
+        super().restore(counts)
 
 
 class PrefillMask:
@@ -247,23 +322,34 @@ class LatentFamily:
     page_size = 1
 
     def __init__(
-        self, decoder: PreTrainedConfig, layers: list[Any], indexed: list[int], mla_mode: str, prefill_memory: int
+        self, decoder: PreTrainedConfig, layers: list[Any], indexed: list[int], **settings: Any
     ) -> None:
         self.name = decoder.model_type
         self.top_k = decoder.index_topk
         self.budget = f"the model's index_topk={self.top_k}"
         self.hosted = indexed
-        self.mla_mode = mla_mode
-        self.prefill_memory = prefill_memory
+        self._settings = settings  # of `LatentSettings`
+        self._shared = {i for i, kind in enumerate(getattr(decoder, "indexer_types", None) or ()) if kind == "shared"}
         self._layers = layers
 
     def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
         """See `Family.layers`."""
-        latent = LatentSettings(**vars(settings), mla_mode=self.mla_mode, prefill_memory=self.prefill_memory)
+        latent = LatentSettings(**vars(settings), **self._settings)
         layers = list(self._layers)
         for index in self.hosted:
             layers[index] = LatentLayer(index, latent, padding)
+        self.connect(layers)
         return layers
+
+    def connect(self, layers: list[Any]) -> None:
+        """A full layer and the shared ones after it are one group."""
+        groups: list[list[LatentLayer]] = []
+        for index in self.hosted:
+            if index not in self._shared or not groups:
+                groups.append([])
+            groups[-1].append(layers[index])
+        for members in groups:
+            Group(members)
 
     def check_call(self, cache: Cache) -> None:
         """The model's modules must know the cache."""
@@ -275,4 +361,4 @@ class LatentFamily:
             )
 
     def __repr__(self) -> str:
-        return f"{self.name}, index_topk={self.top_k}, mla_mode={self.mla_mode!r}"
+        return f"{self.name}, index_topk={self.top_k}, mla_mode={self._settings['mla_mode']!r}"
