@@ -20,13 +20,13 @@ class Call:
     ----------
     cache : Cache
         The `HiSparseCache` in use.
-    causal_rows : bool
-        Whether the attention mask of this call says only which keys are padding, ``[batch, 1, 1, T]``: that a row reads
-        nothing after itself is then understood.
+    causal : bool
+        Whether the mask of its sparse layers was made by transformers: then no row reads what comes after it, and the mask
+        of a long call says only which keys are padding, ``[batch, 1, 1, T]``.
     """
 
     cache: Any
-    causal_rows: bool = False
+    causal: bool = False
 
     @property
     def decode_rows(self) -> int:
@@ -63,7 +63,9 @@ def _enter(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Versions of transformers name the argument differently, and it may come by place."""
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     ours = [cache for cache in caches if hasattr(cache, "hosted_layers")]
-    _calls.set((*_calls.get(), (decoder, Call(ours[0]) if ours else None)))
+    # An interrupt leaves without `_leave`: a decoder is in one call at a time.
+    outer = tuple(entry for entry in _calls.get() if entry[0] is not decoder)
+    _calls.set((*outer, (decoder, Call(ours[0]) if ours else None)))
 
 
 def _leave(decoder: torch.nn.Module, args: Any, output: Any) -> None:

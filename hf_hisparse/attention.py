@@ -77,18 +77,18 @@ def _base_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor
 
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
-    """The mask that the model would have made; for a long call of an indexer that selects keys, its last row alone.
+    """The mask that the model would have made; for a long call of a model with an indexer, its last row alone.
 
-    That row sees every key that is no padding, so it says all of a mask but causality, which `Call.causal_rows` tells.
+    That row sees every key that is no padding, so it says all of a mask but causality (see `Call.causal`).
     """
     base = ALL_MASK_ATTENTION_FUNCTIONS[BASES[config._attn_implementation]]
     call = current_call()
-    # Only models with an indexer insist on a mask.
-    indexed = kwargs.get("local_size") is None and not kwargs["allow_is_causal_skip"]
-    if call is not None and indexed and kwargs["q_length"] > call.decode_rows:
-        call.causal_rows = True
-        kwargs["q_offset"] += kwargs["q_length"] - 1
-        kwargs["q_length"] = 1
+    # Only for an indexer do models insist on a mask.
+    if call is not None and not kwargs.get("allow_is_causal_skip", True) and kwargs.get("local_size") is None:
+        call.causal = True
+        if kwargs["q_length"] > call.decode_rows:
+            kwargs["q_offset"] += kwargs["q_length"] - 1
+            kwargs["q_length"] = 1
     return base(config=config, **kwargs)
 
 

@@ -19,7 +19,7 @@ from hisparse_kernels.write_row import write_row
 
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
-from .records import moved
+from .records import RecordLayout, moved
 
 if TYPE_CHECKING:
     from .models.mla import LatentLayer
@@ -59,9 +59,10 @@ class FollowerBuffer:
     data : ``[lanes, slots, elements]``
     """
 
-    def __init__(self, leader: HotBuffer) -> None:
+    def __init__(self, leader: HotBuffer, layout: RecordLayout) -> None:
         self.leader = leader
-        self.data = torch.empty_like(leader.data)
+        lanes, slots, _ = leader.data.shape
+        self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=leader.data.device)
 
     @property
     def page_table(self) -> torch.Tensor:

@@ -88,7 +88,7 @@ def family_of(
     decoder = config.get_text_config(decoder=True)
     if mla_mode not in MLA_MODES:
         raise ValueError(f"mla_mode={mla_mode!r}, must be one of {MLA_MODES}")
-    if getattr(decoder, "kv_sharing_modes", None) or getattr(decoder, "num_kv_shared_layers", None):
+    if any(getattr(decoder, "kv_sharing_modes", None) or ()) or getattr(decoder, "num_kv_shared_layers", None):
         raise ValueError(
             f"HiSparseCache: layers of {decoder.model_type!r} share keys and values, which is not supported: use DynamicCache"
         )

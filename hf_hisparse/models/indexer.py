@@ -76,29 +76,36 @@ class IndexerKeys:
 
 
 def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The forward of an indexer; in a long prefill with `HiSparseCache`, on slices of the queries.
+    """The forward of an indexer; with `HiSparseCache` on slices of the queries, where their scores would take much memory.
 
-    The model's own code runs on each slice: its projections, its rotary embedding, its top-k. Only the scores
+    The model's own code runs on each slice: its projections, its rotary embedding, its top-k. In a long call the scores
     ``[B, S, heads, T]`` in between are left to a kernel that never stores them, as long as the code computes what the
     kernel does (`_Keys` watches that); otherwise the slices are smaller. Extra memory stays within `prefill_memory`.
     """
     forward = types.MethodType(type(self).forward, self)
     call = current_call()
-    if call is None or not call.causal_rows:
+    if call is None or not call.causal:
         return forward(*args, **kwargs)
-    given = inspect.signature(forward).bind(*args, **kwargs).arguments
     layer = call.cache.layers[self.layer_idx]
-    rows, total = given["hidden_states"].shape[1], layer.get_seq_length()
-    allowed = allowed_keys(given["attention_mask"][:, None], len(given["hidden_states"]))[:, 0]  # [B, T]
-    indices = torch.full(
-        (len(allowed), rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=allowed.device
-    )
-    first, lazily = 0, True
+    given = inspect.signature(forward).bind(*args, **kwargs).arguments
+    batch, rows, _ = given["hidden_states"].shape
+    mask = given["attention_mask"]
+    padding = allowed_keys(mask[:, None], batch)[:, 0] if rows > layer.settings.decode_rows else None
+    total = layer.get_seq_length()
+    lazily = padding is not None
+    if not lazily and _slice_rows(self, layer, batch, fused=False) >= rows:
+        return forward(*args, **kwargs)
+
+    indices = torch.full((batch, rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=mask.device)
+    first = 0
     while first < rows:
-        last = min(first + _slice_rows(self, layer, total, len(allowed), lazily and allowed.is_cuda), rows)
+        last = min(first + _slice_rows(self, layer, batch, lazily and mask.is_cuda), rows)
         start, stop = total - rows + first, total - rows + last
         arguments = {name: _slice(value, first, last, rows) for name, value in given.items()}
-        arguments["attention_mask"] = causal_rows(allowed[:, :stop], start)
+        if padding is not None:
+            arguments["attention_mask"] = causal_rows(padding[:, :stop], start)
+        else:
+            arguments["attention_mask"] = mask[:, first:last, :stop]
         for name, value in given.items():
             if isinstance(value, Cache):
                 arguments[name] = _SlicedCache(layer, start, lazily)
@@ -112,10 +119,11 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
     return indices
 
 
-def _slice_rows(indexer: torch.nn.Module, layer: Any, total: int, batch: int, fused: bool) -> int:
+def _slice_rows(indexer: torch.nn.Module, layer: Any, batch: int, fused: bool) -> int:
     """Rows per slice such that the extra memory stays within the setting."""
     heads = getattr(indexer, "n_heads", None) or indexer.config.index_n_heads
     width = getattr(indexer, "head_dim", None) or indexer.config.index_head_dim
+    total = layer.get_seq_length()
     scores = 16 * total if fused else 12 * (heads + width) * total  # per row: fp32 with copies, and masks
     return max(1, layer.settings.prefill_memory // (batch * (scores + 16 * heads * width)))
 

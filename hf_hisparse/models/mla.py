@@ -74,7 +74,10 @@ class LatentLayer(HostedLayer):
     def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer | FollowerBuffer:  # type: ignore[override]
         """Data alone if another layer of the group on this device leads."""
         leader = self.group.leader_of(self, shape.device)
-        return super().new_buffer(shape, layout) if leader is None else FollowerBuffer(leader.buffer)  # type: ignore[arg-type]
+        if leader is None:
+            return super().new_buffer(shape, layout)
+        assert isinstance(leader.buffer, HotBuffer)
+        return FollowerBuffer(leader.buffer, layout)
 
     def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
         if not super()._fits(shape, layout):
@@ -155,7 +158,7 @@ class LatentLayer(HostedLayer):
         """All new tokens, on slices of the queries."""
         batch, _, count, _ = query.shape
         call = current_call()
-        masks = PrefillMask(mask, batch, self.new_tokens().start, call is not None and call.causal_rows)
+        masks = PrefillMask(mask, batch, self.new_tokens().start, call is not None and call.causal)
         rows = self._all_rows()
         if expanded is not None:
             keys, values = expanded.expand(rows)
@@ -288,7 +291,7 @@ class PrefillMask:
     start : int
         Position of the first row.
     causal : bool
-        Whether `mask` says only which keys are padding (see `Call.causal_rows`).
+        Whether `mask` says only which keys are padding (see `Call.causal`).
     """
 
     def __init__(self, mask: torch.Tensor, batch: int, start: int, causal: bool) -> None:
