@@ -87,7 +87,8 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
     if call is None or not call.causal:
         return forward(*args, **kwargs)
     layer = call.cache.layers[self.layer_idx]
-    given = inspect.signature(forward).bind(*args, **kwargs).arguments
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    given = bound.arguments
     batch, rows, _ = given["hidden_states"].shape
     mask = given["attention_mask"]
     padding = allowed_keys(mask[:, None], batch)[:, 0] if rows > layer.settings.decode_rows else None
@@ -101,16 +102,15 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily and mask.is_cuda), rows)
         start, stop = total - rows + first, total - rows + last
-        arguments = {name: _slice(value, first, last, rows) for name, value in given.items()}
+        cache = _SlicedCache(layer, start, lazily)
+        part = {name: _slice(value, first, last, rows, cache) for name, value in given.items()}
         if padding is not None:
-            arguments["attention_mask"] = causal_rows(padding[:, :stop], start)
+            part["attention_mask"] = causal_rows(padding[:, :stop], start)
         else:
-            arguments["attention_mask"] = mask[:, first:last, :stop]
-        for name, value in given.items():
-            if isinstance(value, Cache):
-                arguments[name] = _SlicedCache(layer, start, lazily)
+            part["attention_mask"] = mask[:, first:last, :stop]
+        sliced = inspect.BoundArguments(bound.signature, part)  # type: ignore[arg-type]
         try:
-            selected = forward(**arguments)
+            selected = forward(*sliced.args, **sliced.kwargs)
         except _UnknownScores:
             lazily = False
             continue
@@ -128,10 +128,14 @@ def _slice_rows(indexer: torch.nn.Module, layer: Any, batch: int, fused: bool) -
     return max(1, layer.settings.prefill_memory // (batch * (scores + 16 * heads * width)))
 
 
-def _slice(value: Any, first: int, last: int, rows: int) -> Any:
-    """The rows ``first .. last - 1`` of what has `rows` of them in its second dimension; else `value`."""
+def _slice(value: Any, first: int, last: int, rows: int, cache: _SlicedCache) -> Any:
+    """An argument for the rows ``first .. last - 1`` alone: what has `rows` of them in its second dimension is cut."""
     if isinstance(value, tuple):
-        return tuple(_slice(each, first, last, rows) for each in value)
+        return tuple(_slice(each, first, last, rows, cache) for each in value)
+    if isinstance(value, dict):
+        return {name: _slice(each, first, last, rows, cache) for name, each in value.items()}
+    if isinstance(value, Cache):
+        return cache
     if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == rows:
         return value[:, first:last]
     return value
