@@ -41,14 +41,18 @@ def _write_row_kernel(
     host = pool + (record * host_lanes + lane) * ROW_WIDTH
     here = buffer + (lane * slot_count + slot) * ROW_WIDTH
     column = tl.arange(0, KEY_BLOCK)
-    key = tl.load(keys + lane * keys_stride + column, mask=column < KEY_WIDTH)
-    tl.store(host + column, key, mask=column < KEY_WIDTH)
-    tl.store(here + column, key, mask=(column < KEY_WIDTH) & (slot >= 0))
+    inside = column < KEY_WIDTH
+    key = tl.load(keys + lane * keys_stride + column, mask=inside)
+    tl.store(host + column, key, mask=inside)
+    if slot >= 0:
+        tl.store(here + column, key, mask=inside)
     if VALUE_WIDTH > 0:
         column = tl.arange(0, VALUE_BLOCK)
-        value = tl.load(values + lane * values_stride + column, mask=column < VALUE_WIDTH)
-        tl.store(host + KEY_WIDTH + column, value, mask=column < VALUE_WIDTH)
-        tl.store(here + KEY_WIDTH + column, value, mask=(column < VALUE_WIDTH) & (slot >= 0))
+        inside = column < VALUE_WIDTH
+        value = tl.load(values + lane * values_stride + column, mask=inside)
+        tl.store(host + KEY_WIDTH + column, value, mask=inside)
+        if slot >= 0:
+            tl.store(here + KEY_WIDTH + column, value, mask=inside)
 
 
 def write_row(
