@@ -34,6 +34,7 @@ class Call:
         return self.cache.hosted_layers[0].settings.decode_rows
 
 
+capturing_cache: ContextVar[Any] = ContextVar("hisparse_capturing_cache", default=None)
 _calls: ContextVar[tuple[tuple[torch.nn.Module, Call | None], ...]] = ContextVar("hisparse_calls", default=())
 
 

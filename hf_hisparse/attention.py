@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .active import current_call
+from .active import capturing_cache, current_call
 from .hosted_layer import LAYER_ATTRIBUTE, HostedLayer
 from .masks import check_mask, selection_mask
 from .resident_layer import ResidentLayer
@@ -84,8 +84,13 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     base = ALL_MASK_ATTENTION_FUNCTIONS[BASES[config._attn_implementation]]
     call = current_call()
     # Only for an indexer do models insist on a mask.
-    if call is not None and not kwargs.get("allow_is_causal_skip", True) and kwargs.get("local_size") is None:
+    insists = not kwargs.get("allow_is_causal_skip", True) and kwargs.get("local_size") is None
+    if call is not None and insists:
         call.causal = True
+    captured = capturing_cache.get()
+    if captured is not None:  # other layers read the mask from `Padding`
+        return captured.captured_mask() if insists else None
+    if call is not None and insists:
         if kwargs["q_length"] > call.decode_rows:
             kwargs["q_offset"] += kwargs["q_length"] - 1
             kwargs["q_length"] = 1

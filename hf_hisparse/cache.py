@@ -246,8 +246,16 @@ class HiSparseCache(Cache):
     @property
     def capacity(self) -> int:
         """Tokens that there is room for."""
+        return self.hosted_layers[0].capacity
+
+    def captured_mask(self) -> torch.Tensor:
+        """The mask of the decode step that is being captured, over all there is room for: bool ``[batch, 1, 1, capacity]``."""
         layer = self.hosted_layers[0]
-        return layer.pool.records.shape[0] * layer.layout.tokens
+        keys = torch.arange(self.capacity, device=layer.position.device)
+        mask = (keys <= layer.position).expand(self._batch, -1)
+        if self.padding.captured is not None:
+            mask = mask & self.padding.captured[:, : self.capacity]
+        return mask[:, None, None]
 
     def make_room(self, tokens: int) -> None:
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""

@@ -79,7 +79,7 @@ class HostedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     _layer_type = None
-    capturable = True  # whether a decode step can be captured in a CUDA graph
+    obstacle: str | None = None  # why a decode step cannot be captured in a CUDA graph
     unsupported_arguments = UNSUPPORTED_ARGUMENTS
     alternative = "DynamicCache"  # what serves a model that asks for such an argument
 
@@ -205,7 +205,12 @@ class HostedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a call with `query_length` new tokens sees, and the position of the first."""
-        return self._length + int(query_length), 0
+        return (self.capacity if self.padding.capturing else self._length + int(query_length)), 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return min(self.pool.records.shape[0], self.buffer.page_table.shape[1]) * self.layout.tokens
 
     def get_max_length(self) -> int:
         """-1: no limit."""
@@ -270,7 +275,7 @@ class HostedLayer(CacheLayerMixin):
     def note_padding(self, valid: torch.Tensor | None) -> None:
         """Remember which of the new tokens are padding: `valid` bool ``[batch, new tokens]``, None without a mask."""
         start = self.new_tokens().start
-        self.padding.note(start, self._length, valid, self.pool.records.shape[0] * self.layout.tokens)
+        self.padding.note(start, self._length, valid, self.capacity)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new tokens of a prefill to the host: `keys`, `values` ``[batch, heads, T, width]``, the whole history."""
@@ -307,11 +312,11 @@ class HostedLayer(CacheLayerMixin):
         self.steps += 1
 
     @property
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, ...]:
         """Tokens and decode steps, all that a decode step changes in Python."""
         return self._length, self.steps
 
-    def restore(self, counts: tuple[int, int]) -> None:
+    def restore(self, counts: tuple[int, ...]) -> None:
         """Back to `counts`: a capture failed before anything ran."""
         self._length, self.steps = counts
         self._new = None

@@ -36,7 +36,6 @@ class ResidentLayer(DynamicLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.padding = padding
-        self.capturing = False
         self._length = 0
         self.version = new_version()
 
@@ -81,7 +80,7 @@ class ResidentLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[2]
         new = torch.cat([key_states, value_states], dim=3).flatten(0, 1)
-        if self.capturing:
+        if self.padding.capturing:
             self.rows.index_copy_(1, self.position, new)
             keys = key_states.view_as(key_states)
             setattr(keys, LAYER_ATTRIBUTE, self)
@@ -110,7 +109,7 @@ class ResidentLayer(DynamicLayer):
             self.slots,
             self.slots,
             self.position,
-            self.padding.allowed if self.padding.live else None,
+            self.padding.captured,
             1,
             self.key_width,
             width**-0.5 if scaling is None else scaling,

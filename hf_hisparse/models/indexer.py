@@ -58,6 +58,12 @@ class IndexerKeys:
         self.keys[:, start : self.length] = keys
         return self.keys[:, : self.length]
 
+    def append_at(self, position: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Take ``[batch, 1, width]`` at `position`, int64 ``[1]``; all there is room for, ``[batch, capacity, width]``."""
+        assert self.keys is not None
+        self.length += 1
+        return self.keys.index_copy_(1, position, keys)
+
     def crop(self, tokens: int) -> None:
         """Forget the tokens from position `tokens` on."""
         self.length = min(self.length, tokens)

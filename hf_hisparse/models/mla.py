@@ -47,7 +47,6 @@ class LatentSettings(LayerSettings):
 class LatentLayer(HostedLayer):
     """A hosted layer of latent rows; the model selects the records. Lane = batch row."""
 
-    capturable = False
     settings: LatentSettings
     state: IndexerKeys
     buffer: HotBuffer | FollowerBuffer  # type: ignore[assignment]
@@ -105,7 +104,28 @@ class LatentLayer(HostedLayer):
                 f"{self.name}: indexer keys of {self.state.length} + {indexer_key_states.shape[1]} tokens, but "
                 f"{self.get_seq_length()} are held: call cache.reset() and start again"
             )
+        if self.padding.capturing:
+            return self.state.append_at(self.position, indexer_key_states)
         return self.state.append(indexer_key_states)
+
+    @property
+    def obstacle(self) -> str | None:  # type: ignore[override]
+        """Why a decode step cannot be captured in a CUDA graph."""
+        if self.settings.mla_mode == "expand":
+            return 'mla_mode="expand" places keys where the CPU says'
+        if self._up.derived:
+            return "kv_b_proj is no plain linear layer: its effective weight may change unseen"
+        return None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """See `HostedLayer.counts`; the indexer keys are counted on their own."""
+        return (*super().counts, self.state.length)
+
+    def replayed(self) -> None:
+        """See `HostedLayer.replayed`."""
+        super().replayed()
+        self.state.length += self.state.keys is not None
 
     # ------------------------------------------------------------------ attention
 
@@ -275,10 +295,11 @@ class LatentLayer(HostedLayer):
         self.prefetched = None
         super().reset()
 
-    def restore(self, counts: tuple[int, int]) -> None:
+    def restore(self, counts: tuple[int, ...]) -> None:
         """Back to `counts`; an event of the failed capture must not be waited for."""
         self.prefetched = None
-        super().restore(counts)
+        *counts, self.state.length = counts
+        super().restore(tuple(counts))
 
 
 class PrefillMask:

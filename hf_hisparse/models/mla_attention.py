@@ -29,6 +29,11 @@ class UpProjection:
         self._matrix: torch.Tensor | None = None
         self._version: Any = None
 
+    @property
+    def derived(self) -> bool:
+        """Whether the matrix is a copy of what the module computes, not a weight in place."""
+        return self._matrix is not None
+
     def matrix(self, linear: torch.nn.Module, latent: int, like: torch.Tensor) -> torch.Tensor:
         """``[heads * (nope + value), latent]`` in the dtype and on the device of `like`."""
         weight = getattr(linear, "weight", None)
