@@ -11,25 +11,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .active import capturing_cache, current_call
 from .hosted_layer import LAYER_ATTRIBUTE, HostedLayer
-from .masks import check_mask
+from .masks import check_mask, selection_mask
 from .resident_layer import ResidentLayer
 
 # The implementation a model had -> the one it gets. One name per base, so that the base survives copying a model.
 IMPLEMENTATIONS = {"sdpa": "hisparse", "eager": "hisparse_eager"}
 BASES = {name: base for base, name in IMPLEMENTATIONS.items()}
-
-# What a model may ask of its attention that changes the result and that decode over slots does not compute.
-_UNSUPPORTED_ARGUMENTS = (
-    "softcap",
-    "s_aux",
-    "sinks",
-    "position_bias",
-    "head_mask",
-    "output_attentions",
-    "sliding_window",
-)
-
 
 def _attention(
     module: torch.nn.Module,
@@ -55,6 +44,9 @@ def _attention(
     base = _base_attention(module)
     layer: HostedLayer | ResidentLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
+        if kwargs.get("indices") is not None and attention_mask is not None:  # what the model does itself elsewhere
+            attention_mask = selection_mask(attention_mask, kwargs.pop("indices"))
+            kwargs["indices"] = None
         return base(module, query, key, value, attention_mask, **kwargs)
     _check_arguments(layer, kwargs)
     check_mask(attention_mask, layer.name)
@@ -62,13 +54,13 @@ def _attention(
 
 
 def _check_arguments(layer: HostedLayer | ResidentLayer, kwargs: dict[str, Any]) -> None:
-    for name in _UNSUPPORTED_ARGUMENTS:
+    for name in layer.unsupported_arguments:
         value = kwargs.get(name)
         if value is not None and value is not False:
             shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(
                 f"{layer.name}: the model's attention asks for {name}={shown}, which sparse decoding does not compute; "
-                "use DynamicCache for this model (or this call)"
+                f"use {layer.alternative} for this model (or this call)"
             )
     if kwargs.get("dropout"):
         raise ValueError(
@@ -84,10 +76,25 @@ def _base_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor
     return ALL_ATTENTION_FUNCTIONS[base]
 
 
-def _mask(*args: Any, config: Any, **kwargs: Any) -> Any:
-    """The mask that the model would have made."""
+def _mask(*, config: Any, **kwargs: Any) -> Any:
+    """The mask that the model would have made; for a long call of a model with an indexer, its last row alone.
+
+    That row sees every key that is no padding, so it says all of a mask but causality (see `Call.causal`).
+    """
     base = ALL_MASK_ATTENTION_FUNCTIONS[BASES[config._attn_implementation]]
-    return base(*args, config=config, **kwargs)
+    call = current_call()
+    # Only for an indexer do models insist on a mask.
+    insists = not kwargs.get("allow_is_causal_skip", True) and kwargs.get("local_size") is None
+    if call is not None and insists:
+        call.causal = True
+    captured = capturing_cache.get()
+    if captured is not None:  # other layers read the mask from `Padding`
+        return captured.captured_mask() if insists else None
+    if call is not None and insists:
+        if kwargs["q_length"] > call.decode_rows:
+            kwargs["q_offset"] += kwargs["q_length"] - 1
+            kwargs["q_length"] = 1
+    return base(config=config, **kwargs)
 
 
 for _name in BASES:

@@ -16,7 +16,7 @@ from .enable import enable, is_enabled, text_config
 from .graphs import DecodeGraphs
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
-from .models.gqa import GqaLayer
+from .models.family import Family, family_of
 from .padding import Padding
 from .resident_layer import ResidentLayer
 from .selector import Selector
@@ -40,14 +40,24 @@ class HiSparseCache(Cache):
     model : PreTrainedModel or PreTrainedConfig
         A model is enabled (see `enable`); with a config you enable the model yourself.
     selector : Selector
-        Names what a query reads, for example ``Quest()``.
+        Names what a query reads, for example ``Quest()``. None for a model that selects itself, as DeepSeek-V3.2 and GLM-5
+        do: then prefill is as sparse as the model makes it.
     device_buffer_tokens : int, optional
         Tokens per lane that each hosted layer keeps on the GPU: a multiple of the selector's page size, at least its
-        budget. Default: twice the budget.
+        budget (the model's ``index_topk``). Default: twice the budget.
     decode_rows : int
         A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
     host_memory : int or str, optional
         The most host memory this cache may take, in bytes or as text ("64GiB"). Default: what is available.
+    mla_mode : str
+        For models with latent attention. "absorb" attends to the latents themselves. "expand" runs the model's own
+        `expand_kv` and attention on what was read: bit for bit its answer, slow, and with keys and values of one layer in
+        full on the GPU; for checking.
+    prefill_memory : int or str
+        For models that select themselves: the most GPU memory that a long prompt may take beyond its results.
+    prefetch : bool
+        For models whose layers share selections: fetch for all of them as soon as the first has selected, beside what it
+        computes next. False fetches when a layer's turn comes; the answers are the same.
     verify : bool
         Compare, in every step, each slot that is read with the host, bit for bit. Slow.
     graphs : bool
@@ -73,36 +83,39 @@ class HiSparseCache(Cache):
         device_buffer_tokens: int | None = None,
         decode_rows: int = 32,
         host_memory: int | str | None = None,
+        mla_mode: str = "absorb",
+        prefill_memory: int | str = "2GiB",
+        prefetch: bool = True,
         verify: bool = False,
         graphs: bool = True,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(config, PreTrainedConfig):
             raise ValueError(f"HiSparseCache: {model!r} is neither a transformers model nor a model's config")
-        selector = _checked_selector(selector)
-        buffer_tokens = _checked_buffer(device_buffer_tokens, selector)
+        family = family_of(
+            config, selector, mla_mode, parse_bytes(prefill_memory, "prefill_memory"), prefetch
+        )
+        buffer_tokens = _checked_buffer(device_buffer_tokens, family)
         if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:
             raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
-        layers, hosted = _layer_plan(config, selector)
         self._host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
         # Addresses only: a layer can at most hold what its share of the machine's memory allows.
         reachable = max(self._host_limit or 0, available_host_memory())
         self._settings = LayerSettings(
-            top_k=selector.top_k,
-            device_buffer_records=buffer_tokens // selector.page_size,
+            top_k=family.top_k,
+            device_buffer_records=buffer_tokens // family.page_size,
             decode_rows=decode_rows,
             verify=verify,
-            reserve_bytes=2 * reachable // len(hosted),
+            reserve_bytes=2 * reachable // len(family.hosted),
         )
         self.padding = Padding()
-        for index in hosted:
-            layers[index] = GqaLayer(index, self._settings, self.padding, selector)
+        layers = family.layers(self._settings, self.padding)
         for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
                 layers[index] = ResidentLayer(index, self.padding)
         super().__init__(layers=layers)
         self._config = config
-        self._selector = selector
+        self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
         self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
         if isinstance(model, PreTrainedModel):
@@ -152,6 +165,7 @@ class HiSparseCache(Cache):
                 f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "
                 "one of them"
             )
+        self._family.check_call(self)
         self._check_whole()
         first = self.hosted_layers[0]
         tokens, batch = first.get_seq_length() + key_states.shape[2], key_states.shape[0]
@@ -238,8 +252,16 @@ class HiSparseCache(Cache):
     @property
     def capacity(self) -> int:
         """Tokens that there is room for."""
+        return self.hosted_layers[0].capacity
+
+    def captured_mask(self) -> torch.Tensor:
+        """The mask of the decode step that is being captured, over all there is room for: bool ``[batch, 1, 1, capacity]``."""
         layer = self.hosted_layers[0]
-        return layer.pool.records.shape[0] * layer.layout.tokens
+        keys = torch.arange(self.capacity, device=layer.position.device)
+        mask = (keys <= layer.position).expand(self._batch, -1)
+        if self.padding.captured is not None:
+            mask = mask & self.padding.captured[:, : self.capacity]
+        return mask[:, None, None]
 
     def make_room(self, tokens: int) -> None:
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
@@ -330,6 +352,7 @@ class HiSparseCache(Cache):
             else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
+        other._family.connect(other.layers)
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
         other._states = dict(self._states)
         return other
@@ -359,9 +382,9 @@ class HiSparseCache(Cache):
     def __repr__(self) -> str:
         settings, memory = self._settings, self.memory()
         records = settings.device_buffer_records
-        size = self._selector.page_size
+        size = self._family.page_size
         return (
-            f"HiSparseCache({self._selector!r}, device_buffer_tokens={records * size}, "
+            f"HiSparseCache({self._family!r}, device_buffer_tokens={records * size}, "
             f"decode_rows={settings.decode_rows}, verify={settings.verify}, graphs={self.graphs.enabled})\n"
             f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"
@@ -373,57 +396,14 @@ class HiSparseCache(Cache):
         )
 
 
-def _checked_selector(selector: Selector | None) -> Selector:
-    if selector is None:
-        raise ValueError(
-            "HiSparseCache: selector=None, but the model brings no selection of its own: pass one, for example "
-            "selector=Quest(token_budget=2048)"
-        )
-    if isinstance(selector, type) or not isinstance(selector, Selector):
-        raise ValueError(
-            f"HiSparseCache: selector={selector!r} does not implement hf_hisparse.Selector (page_size, top_k, "
-            "dense_layers, new_state); pass for example Quest(token_budget=2048)"
-        )
-    return selector
-
-
-def _checked_buffer(tokens: int | None, selector: Selector) -> int:
-    budget, size = selector.top_k * selector.page_size, selector.page_size
+def _checked_buffer(tokens: int | None, family: Family) -> int:
+    budget, size = family.top_k * family.page_size, family.page_size
     if tokens is None:
         return 2 * budget
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < budget or tokens % size:
         least = -(-max(tokens, budget) // size) * size if isinstance(tokens, int) else 2 * budget
         raise ValueError(
-            f"device_buffer_tokens={tokens!r}, must be a multiple of the page size {size} and at least the selector's "
-            f"budget of {budget} tokens ({selector.top_k} pages): take {least}"
+            f"device_buffer_tokens={tokens!r}, must be a multiple of the page size {size} and at least {family.budget}: "
+            f"take {least}"
         )
     return tokens
-
-
-def _layer_plan(config: PreTrainedConfig, selector: Selector) -> tuple[list[Any], list[int]]:
-    """The layers that transformers would use, and which of them to host: full attention beyond the dense ones."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"HiSparseCache serves decoder-only models, {config.model_type!r} is an encoder-decoder: use its own cache"
-        )
-    decoder = text_config(config)
-    if getattr(decoder, "kv_sharing_modes", None) or getattr(decoder, "num_kv_shared_layers", None):
-        raise ValueError(
-            f"HiSparseCache: layers of {decoder.model_type!r} share keys and values, which is not supported: use DynamicCache"
-        )
-    layers = list(DynamicCache(config=config).layers)
-    indexed = [i for i, layer in enumerate(layers) if hasattr(layer, "update_indexer") or hasattr(layer, "update_index")]
-    if indexed:
-        raise ValueError(
-            f"HiSparseCache: {decoder.model_type!r} selects by itself (layer {indexed[0]} has an indexer), which this "
-            "version does not support: use DynamicCache"
-        )
-    # Exactly DynamicLayer: its subclasses keep a window or a state of their own and stay native.
-    hosted = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers]
-    if not hosted:
-        kinds = sorted({type(layer).__name__ for layer in layers})
-        raise ValueError(
-            f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({', '.join(kinds)}), none of which is full "
-            f"attention beyond the first dense_layers={selector.dense_layers}: lower dense_layers, or use DynamicCache"
-        )
-    return layers, hosted

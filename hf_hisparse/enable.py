@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from .attention import BASES, IMPLEMENTATIONS
 from .graphs import unwrap_forward, wrap_forward
+from .models.dsa import disable_dsa, enable_dsa
 
 
 def text_config(config: Any) -> Any:
@@ -32,6 +33,7 @@ def enable(model: PreTrainedModel) -> None:
     """
     current = text_config(model.config)._attn_implementation
     if current in BASES:
+        enable_dsa(model)
         return
     if current not in IMPLEMENTATIONS:
         raise ValueError(
@@ -45,11 +47,13 @@ def enable(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, which HiSparse "
             "plugs into: use DynamicCache for it"
         )
+    enable_dsa(model)
 
 
 def disable(model: PreTrainedModel) -> None:
     """Give `model` back the attention it had before `enable`; calling it again changes nothing."""
     current = text_config(model.config)._attn_implementation
+    disable_dsa(model)
     if current in BASES:
         _switch(model, BASES[current])
         unwrap_forward(model)
@@ -61,4 +65,4 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
         model.set_attn_implementation(implementation)
         return
     names = [name for name in model.config.sub_configs if getattr(model.config, name) is decoder]
-    model.set_attn_implementation({name: implementation for name in names})
+    model.set_attn_implementation(dict.fromkeys(names, implementation))

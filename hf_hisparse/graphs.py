@@ -11,12 +11,14 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
+from .active import capturing_cache
 from .hosted_layer import HostedLayer
 from .resident_layer import ResidentLayer
 
@@ -64,6 +66,18 @@ def unwrap_forward(model: PreTrainedModel) -> None:
         del model.forward  # back to the class's own
     else:
         model.forward = forward
+
+
+@contextmanager
+def as_captured(cache: HiSparseCache, masked: bool) -> Iterator[None]:
+    """Let a decode step of one token per row be such that it can be captured: every tensor keeps its place and shape."""
+    token = capturing_cache.set(cache)
+    cache.padding.capturing, cache.padding.masked = True, masked
+    try:
+        yield
+    finally:
+        capturing_cache.reset(token)
+        cache.padding.capturing = cache.padding.masked = False
 
 
 class _Step:
@@ -162,24 +176,16 @@ class DecodeGraphs:
     ) -> _Step | None:
         step = _Step({name: tensor.clone() for name, tensor in inputs.items()}, key)
         counts = [layer.counts for layer in cache.layers]  # type: ignore[union-attr]
-        resident = [layer for layer in cache.layers if isinstance(layer, ResidentLayer)]
-        cache.padding.live = masked
-        for layer in resident:
-            layer.capturing = True
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
         try:
-            with torch.cuda.graph(step.graph):
+            with as_captured(cache, masked), torch.cuda.graph(step.graph):
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
         except Exception as error:  # whatever a model does that a capture does not allow
             for layer, count in zip(cache.layers, counts, strict=True):
                 layer.restore(count)  # type: ignore[union-attr]
             self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
             return None
-        finally:
-            cache.padding.live = False
-            for layer in resident:
-                layer.capturing = False
         self.captures += 1
         return step
 
@@ -227,6 +233,9 @@ def _obstacle(model: PreTrainedModel, cache: HiSparseCache) -> str | None:
     other = [layer for layer in cache.layers if not isinstance(layer, HostedLayer | ResidentLayer)]
     if other:
         return f"a {type(other[0]).__name__} changes its shape with every token"
+    obstacle = next((layer.obstacle for layer in cache.hosted_layers if layer.obstacle), None)
+    if obstacle:
+        return obstacle
     if cache.verifies:
         return "verify=True compares on the CPU in every step"
     devices = {parameter.device for parameter in model.parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from hisparse_kernels.fetch import fetch
@@ -56,6 +58,11 @@ class HostPool:
         return used.view(self.layout.dtype).view(capacity, lanes, self.layout.elements)
 
     @property
+    def capacity(self) -> int:
+        """Records that there is room for; the memory of another pool may hold more than this one's table names."""
+        return min(self.records.shape[0], self.host_rows.shape[1])
+
+    @property
     def record_nbytes(self) -> int:
         """Host bytes of one record of all lanes."""
         return self.host_batch * self.heads * self.layout.nbytes
@@ -94,15 +101,29 @@ class HostPool:
         keys, values : ``[batch, heads, T, width]``
             The first token is the first of record `first`.
         """
-        self.wait()
         total = self.layout.count(keys.shape[2])
-        if self._permuted:
-            self.host_rows[:, first : first + total] = self._own_rows(total)
-        step = max(1, _CHUNK_BYTES // self.record_nbytes)
-        for start in range(0, total, step):
-            tokens = slice(start * self.layout.tokens, (start + step) * self.layout.tokens)
+        self._overwrite(first, total)
+        for start, stop in self._chunks(total):
+            tokens = slice(start * self.layout.tokens, stop * self.layout.tokens)
             data = self.layout.pack(keys[:, :, tokens], values[:, :, tokens])
             self._store(first + start, data)
+
+    def write_records(self, first: int, data: torch.Tensor) -> None:
+        """Store ``[lanes, n, elements]`` as the records from `first` on; the copy runs beside what is computed next."""
+        self._overwrite(first, data.shape[1])
+        for start, stop in self._chunks(data.shape[1]):
+            self._store(first + start, data[:, start:stop])
+
+    def _overwrite(self, first: int, count: int) -> None:
+        """Prepare for new content of `count` records."""
+        self.wait()
+        if self._permuted:
+            self.host_rows[:, first : first + count] = self._own_rows(count)
+
+    def _chunks(self, count: int) -> Iterator[tuple[int, int]]:
+        """Cut `count` records into runs of bounded size."""
+        step = max(1, _CHUNK_BYTES // self.record_nbytes)
+        return ((start, min(start + step, count)) for start in range(0, count, step))
 
     def _store(self, first: int, data: torch.Tensor) -> None:
         """Copy ``[lanes, n, elements]`` to the records from `first` on."""
@@ -154,14 +175,17 @@ class HostPool:
             Outputs on the device, possibly views.
         """
         length = keys.shape[2]
-        step = max(1, _CHUNK_BYTES // self.record_nbytes)
-        total = self.layout.count(length)
-        for first in range(0, total, step):
-            data = self.read_range(first, min(first + step, total))
+        for first, last in self._chunks(self.layout.count(length)):
+            data = self.read_range(first, last)
             start = first * self.layout.tokens
             for out, rows in zip((keys, values), self.layout.unpack(data, self.batch), strict=True):
                 stop = min(start + rows.shape[2], length)
                 out[:, :, start:stop] = rows[:, :, : stop - start]
+
+    def read_records(self, out: torch.Tensor) -> None:
+        """Fill ``[lanes, n, elements]`` on the device with the first `n` records, chunk by chunk."""
+        for first, stop in self._chunks(out.shape[1]):
+            out[:, first:stop] = self.read_range(first, stop)
 
     def own(self, record: int) -> None:
         """Give every batch row its own copy of `record`, before it is written to again."""

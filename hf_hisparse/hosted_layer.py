@@ -21,6 +21,16 @@ from .stats import LayerStats
 from .versions import new_version
 
 LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
+# What a model may ask of its attention that changes the result and that decode over slots does not compute.
+UNSUPPORTED_ARGUMENTS: tuple[str, ...] = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "output_attentions",
+    "sliding_window",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,9 @@ class HostedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     _layer_type = None
+    obstacle: str | None = None  # why a decode step cannot be captured in a CUDA graph
+    unsupported_arguments = UNSUPPORTED_ARGUMENTS
+    alternative = "DynamicCache"  # what serves a model that asks for such an argument
 
     def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding) -> None:
         super().__init__()
@@ -103,7 +116,7 @@ class HostedLayer(CacheLayerMixin):
         if not self._fits(shape, layout):
             self.layout = layout
             self.pool = HostPool(batch, heads, layout, device, self._area)
-            self.buffer = HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, device)
+            self.buffer = self.new_buffer(shape, layout)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             self.version = new_version()
@@ -113,6 +126,10 @@ class HostedLayer(CacheLayerMixin):
     @abstractmethod
     def layout_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> RecordLayout:
         """The record layout for keys and values ``[batch, heads, T, width]`` of these widths."""
+
+    def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer:
+        """The empty hot buffer of this layer."""
+        return HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, shape.device)
 
     @abstractmethod
     def new_state(self, shape: LayerShape) -> SelectorState:
@@ -188,7 +205,12 @@ class HostedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a call with `query_length` new tokens sees, and the position of the first."""
-        return self._length + int(query_length), 0
+        return (self.capacity if self.padding.capturing else self._length + int(query_length)), 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return min(self.pool.records.shape[0], self.buffer.page_table.shape[1]) * self.layout.tokens
 
     def get_max_length(self) -> int:
         """-1: no limit."""
@@ -211,7 +233,7 @@ class HostedLayer(CacheLayerMixin):
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
         needed = self.layout.count(tokens)
-        if needed <= min(self.pool.records.shape[0], self.buffer.page_table.shape[1]):
+        if needed <= min(self.pool.capacity, self.buffer.page_table.shape[1]):
             return
         # More than is needed now, so that growth is rare.
         capacity = max(self.layout.count(max(tokens, self.growth_target)), self.settings.top_k)
@@ -253,7 +275,7 @@ class HostedLayer(CacheLayerMixin):
     def note_padding(self, valid: torch.Tensor | None) -> None:
         """Remember which of the new tokens are padding: `valid` bool ``[batch, new tokens]``, None without a mask."""
         start = self.new_tokens().start
-        self.padding.note(start, self._length, valid, self.pool.records.shape[0] * self.layout.tokens)
+        self.padding.note(start, self._length, valid, self.capacity)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new tokens of a prefill to the host: `keys`, `values` ``[batch, heads, T, width]``, the whole history."""
@@ -290,11 +312,11 @@ class HostedLayer(CacheLayerMixin):
         self.steps += 1
 
     @property
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, ...]:
         """Tokens and decode steps, all that a decode step changes in Python."""
         return self._length, self.steps
 
-    def restore(self, counts: tuple[int, int]) -> None:
+    def restore(self, counts: tuple[int, ...]) -> None:
         """Back to `counts`: a capture failed before anything ran."""
         self._length, self.steps = counts
         self._new = None

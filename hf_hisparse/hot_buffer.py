@@ -110,6 +110,10 @@ class HotBuffer:
         fetch(pool.records, pool.host_rows, self.plan, self.data)
         return self.slots
 
+    def slot_of(self, position: torch.Tensor) -> torch.Tensor:
+        """The slot of record `position` (int64 ``[1]``) in each lane, int32 ``[lanes]``; -1 for none."""
+        return self.page_table.index_select(1, position)[:, 0]
+
     def choose(self, selection: torch.Tensor, count: int) -> torch.Tensor:
         """Which of `count` records to keep after a prefill: those just selected, then the newest.
 

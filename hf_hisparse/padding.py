@@ -16,18 +16,26 @@ class Padding:
         False for padding, by cache position, True for what no mask has spoken of; None when there never was a mask.
     version : int
         Changes whenever `allowed` moves.
-    live : bool
-        Whether layers are to read `allowed` instead of the mask they are handed: in captured steps with a mask.
+    capturing : bool
+        Whether a decode step is being captured: then layers read `captured` instead of the mask they are handed, and nothing
+        may depend on how many tokens there are.
+    masked : bool
+        Whether the step that is being captured has a mask.
     """
 
     def __init__(self) -> None:
         self._noted = 0
-        self.live = False
+        self.capturing = self.masked = False
         self._hold(None)
 
     def _hold(self, allowed: torch.Tensor | None) -> None:
         self.allowed = allowed
         self.version = new_version()
+
+    @property
+    def captured(self) -> torch.Tensor | None:
+        """The mask of the step that is being captured, bool ``[batch, capacity]``, None if it has none."""
+        return self.allowed if self.masked else None
 
     def reserve(self, batch: int, capacity: int, device: torch.device) -> torch.Tensor:
         """`allowed`, made to cover `capacity` positions."""

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hisparse_kernels.gqa_decode import gqa_decode
 
-from .hosted_layer import LAYER_ATTRIBUTE
+from .hosted_layer import LAYER_ATTRIBUTE, UNSUPPORTED_ARGUMENTS
 from .padding import Padding
 from .records import moved
 from .versions import new_version
@@ -29,12 +29,13 @@ class ResidentLayer(DynamicLayer):
     is_compileable = False
     is_croppable = True
     _layer_type = None
+    unsupported_arguments = UNSUPPORTED_ARGUMENTS
+    alternative = "DynamicCache"
 
     def __init__(self, layer_idx: int, padding: Padding) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.padding = padding
-        self.capturing = False
         self._length = 0
         self.version = new_version()
 
@@ -79,7 +80,7 @@ class ResidentLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[2]
         new = torch.cat([key_states, value_states], dim=3).flatten(0, 1)
-        if self.capturing:
+        if self.padding.capturing:
             self.rows.index_copy_(1, self.position, new)
             keys = key_states.view_as(key_states)
             setattr(keys, LAYER_ATTRIBUTE, self)
@@ -108,7 +109,7 @@ class ResidentLayer(DynamicLayer):
             self.slots,
             self.slots,
             self.position,
-            self.padding.allowed if self.padding.live else None,
+            self.padding.captured,
             1,
             self.key_width,
             width**-0.5 if scaling is None else scaling,

@@ -85,6 +85,40 @@ def append(
     buffer[lane[here], slot[here], value_at : value_at + value_width] = values[here]
 
 
+def write_row(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    slots: torch.Tensor,
+    pool: torch.Tensor,
+    host_rows: torch.Tensor,
+    buffer: torch.Tensor,
+) -> None:
+    """Store one new record of one token per lane, in the host pool and in a slot that is already chosen.
+
+    What `append` does in a layer that has the same records in the same slots as another one, whose tables it shares.
+
+    Parameters
+    ----------
+    keys : ``[lanes, key_width]``
+    values : ``[lanes, value_width]``, ``value_width`` may be 0
+    position : int64 ``[1]``
+        The record.
+    slots : int32 ``[lanes]``
+        Where it goes in the buffer; -1 for the host alone.
+    pool, host_rows, buffer
+        See the module; all are updated in place.
+    """
+    lanes = keys.shape[0]
+    batch = host_rows.shape[0]
+    record = int(position)
+    row = torch.cat([keys, values], dim=1)
+    host_rows[:, record] = torch.arange(batch, dtype=host_rows.dtype, device=host_rows.device)
+    pool[record, :lanes] = row.to(pool.device)
+    lane = (slots >= 0).nonzero()[:, 0]
+    buffer[lane, slots[lane].long()] = row[lane]
+
+
 def resolve(
     selection: torch.Tensor,
     position: torch.Tensor,

@@ -78,13 +78,13 @@ class GqaLayer(HostedLayer):
     def _decode(self, query: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
         """One new token after another, each with a selection of its own: ``[batch, S, query heads, value_width]``."""
         batch, heads, count, _ = query.shape
-        allowed = allowed_keys(mask, batch)
-        valid = valid_tokens(allowed, count)
-        if self.padding.live:  # in a captured step masks are read from the one buffer that stays in place
-            assert self.padding.allowed is not None
-            allowed = self.padding.allowed[:, None]
-            valid = self.padding.allowed.index_select(1, self.position)
+        if self.padding.capturing:
+            captured = self.padding.captured
+            allowed = None if captured is None else captured[:, None]
+            valid = None if captured is None else captured.index_select(1, self.position)
         else:
+            allowed = allowed_keys(mask, batch)
+            valid = valid_tokens(allowed, count)
             self.note_padding(valid)
         new = self.new_tokens()
         outputs = []

@@ -93,7 +93,7 @@ def test_reset_is_a_new_start(model):
     model.generate(ids, attention_mask=mask, past_key_values=cache, num_beams=2, max_new_tokens=8)
     cache.reset()
     assert cache.get_seq_length() == 0
-    for one in (model, copy.deepcopy(model).to(torch.float64)):
+    for one in (model, copy.deepcopy(model).to(torch.bfloat16)):
         texts = [
             one.generate(ids[:2], past_key_values=each, do_sample=False, max_new_tokens=12)
             for each in (cache, HiSparseCache(one, SELECTOR))

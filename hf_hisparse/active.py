@@ -1,0 +1,75 @@
+"""Which `HiSparseCache` a model's forward pass is using: some parts of a model are not told of their cache."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+
+_HANDLES = "_hisparse_hooks"
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward pass of a decoder.
+
+    Attributes
+    ----------
+    cache : Cache
+        The `HiSparseCache` in use.
+    causal : bool
+        Whether the mask of its sparse layers was made by transformers: then no row reads what comes after it, and the mask
+        of a long call says only which keys are padding, ``[batch, 1, 1, T]``.
+    """
+
+    cache: Any
+    causal: bool = False
+
+    @property
+    def decode_rows(self) -> int:
+        """Most new tokens per row of a decode call."""
+        return self.cache.hosted_layers[0].settings.decode_rows
+
+
+capturing_cache: ContextVar[Any] = ContextVar("hisparse_capturing_cache", default=None)
+_calls: ContextVar[tuple[tuple[torch.nn.Module, Call | None], ...]] = ContextVar("hisparse_calls", default=())
+
+
+def current_call() -> Call | None:
+    """The call under way, None if its cache is not a `HiSparseCache`."""
+    calls = _calls.get()
+    return calls[-1][1] if calls else None
+
+
+def track_calls(decoder: torch.nn.Module) -> None:
+    """Note from now on the cache of each call of `decoder`; again, it changes nothing."""
+    if not hasattr(decoder, _HANDLES):
+        enter = decoder.register_forward_pre_hook(_enter, with_kwargs=True)
+        leave = decoder.register_forward_hook(_leave, always_call=True)
+        setattr(decoder, _HANDLES, (enter, leave))
+
+
+def forget_calls(decoder: torch.nn.Module) -> None:
+    """Undo `track_calls`."""
+    for handle in getattr(decoder, _HANDLES, ()):
+        handle.remove()
+    if hasattr(decoder, _HANDLES):
+        delattr(decoder, _HANDLES)
+
+
+def _enter(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Versions of transformers name the argument differently, and it may come by place."""
+    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+    ours = [cache for cache in caches if hasattr(cache, "hosted_layers")]
+    # An interrupt leaves without `_leave`: a decoder is in one call at a time.
+    outer = tuple(entry for entry in _calls.get() if entry[0] is not decoder)
+    _calls.set((*outer, (decoder, Call(ours[0]) if ours else None)))
+
+
+def _leave(decoder: torch.nn.Module, args: Any, output: Any) -> None:
+    calls = _calls.get()
+    if calls and calls[-1][0] is decoder:  # not if an earlier hook failed before `_enter`
+        _calls.set(calls[:-1])

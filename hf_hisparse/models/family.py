@@ -1,0 +1,142 @@
+"""Which family a model belongs to: what its cache hosts, and with what kind of layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from ..hosted_layer import LayerSettings
+from ..padding import Padding
+from ..selector import Selector
+from .gqa import GqaLayer
+from .mla import MLA_MODES, LatentFamily
+
+
+class Family(Protocol):
+    """What a cache has to know of the models it serves.
+
+    Attributes
+    ----------
+    page_size : int
+        Tokens per record.
+    top_k : int
+        Records that one query reads, per lane.
+    budget : str
+        How a message names the tokens that one query reads.
+    hosted : list of int
+        The layers to host.
+    """
+
+    page_size: int
+    top_k: int
+    budget: str
+    hosted: list[int]
+
+    def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
+        """The layers of an empty cache; those not hosted are transformers' own."""
+
+    def connect(self, layers: list[Any]) -> None:
+        """Let copies of these layers know each other."""
+
+    def check_call(self, cache: Cache) -> None:
+        """Raise RuntimeError if a forward pass may not use `cache` as things are."""
+
+
+class SelectorFamily:
+    """Decoders with grouped-query attention, for which a `Selector` chooses."""
+
+    def __init__(self, layers: list[Any], hosted: list[int], selector: Selector) -> None:
+        self.selector = selector
+        self.page_size, self.top_k = selector.page_size, selector.top_k
+        self.budget = f"the selector's budget of {self.page_size * self.top_k} tokens ({self.top_k} pages)"
+        self.hosted = hosted
+        self._layers = layers
+
+    def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
+        """See `Family.layers`."""
+        layers = list(self._layers)
+        for index in self.hosted:
+            layers[index] = GqaLayer(index, settings, padding, self.selector)
+        return layers
+
+    def connect(self, layers: list[Any]) -> None:
+        """No layer needs another."""
+
+    def check_call(self, cache: Cache) -> None:
+        """Any call will do."""
+
+    def __repr__(self) -> str:
+        return repr(self.selector)
+
+
+def family_of(
+    config: PreTrainedConfig, selector: Selector | None, mla_mode: str, prefill_memory: int, prefetch: bool
+) -> Family:
+    """The family of the model of this configuration; the last three are settings of `LatentSettings`.
+
+    Raises
+    ------
+    ValueError
+        If the model is not supported, or the settings do not fit it.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"HiSparseCache serves decoder-only models, {config.model_type!r} is an encoder-decoder: use its own cache"
+        )
+    decoder = config.get_text_config(decoder=True)
+    if mla_mode not in MLA_MODES:
+        raise ValueError(f"mla_mode={mla_mode!r}, must be one of {MLA_MODES}")
+    if any(getattr(decoder, "kv_sharing_modes", None) or ()) or getattr(decoder, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"HiSparseCache: layers of {decoder.model_type!r} share keys and values, which is not supported: use DynamicCache"
+        )
+    layers = list(DynamicCache(config=config).layers)
+    if any(hasattr(layer, "update_indexer") or hasattr(layer, "update_index") for layer in layers):
+        indexed = _indexed_layers(decoder, layers, selector)
+        return LatentFamily(
+            decoder, layers, indexed, mla_mode=mla_mode, prefill_memory=prefill_memory, prefetch=prefetch
+        )
+    if mla_mode != "absorb":
+        raise ValueError(f"mla_mode={mla_mode!r} is for models with latent attention, {decoder.model_type!r} has none")
+    return _selector_family(decoder, layers, selector)
+
+
+def _indexed_layers(decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None) -> list[int]:
+    indexed = [i for i, layer in enumerate(layers) if hasattr(layer, "update_indexer")]
+    # glm5_next selects pools of tokens (index_kpool) and never hands a selection to the attention function.
+    needed = ("index_topk", "kv_lora_rank", "qk_rope_head_dim")
+    if not indexed or hasattr(decoder, "index_kpool") or any(not hasattr(decoder, name) for name in needed):
+        raise ValueError(
+            f"HiSparseCache: {decoder.model_type!r} selects by itself in a way that this version does not support: use "
+            "DynamicCache"
+        )
+    if selector is not None:
+        raise ValueError(
+            f"HiSparseCache: selector={selector!r}, but {decoder.model_type!r} brings its own selection "
+            f"(index_topk={decoder.index_topk}): leave the selector out"
+        )
+    return indexed
+
+
+def _selector_family(decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None) -> SelectorFamily:
+    if selector is None:
+        raise ValueError(
+            "HiSparseCache: selector=None, but the model brings no selection of its own: pass one, for example "
+            "selector=Quest(token_budget=2048)"
+        )
+    if isinstance(selector, type) or not isinstance(selector, Selector):
+        raise ValueError(
+            f"HiSparseCache: selector={selector!r} does not implement hf_hisparse.Selector (page_size, top_k, "
+            "dense_layers, new_state); pass for example Quest(token_budget=2048)"
+        )
+    # Exactly DynamicLayer: its subclasses keep a window or a state of their own and stay native.
+    hosted = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers]
+    if not hosted:
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        raise ValueError(
+            f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({', '.join(kinds)}), none of which is full "
+            f"attention beyond the first dense_layers={selector.dense_layers}: lower dense_layers, or use DynamicCache"
+        )
+    return SelectorFamily(layers, hosted, selector)

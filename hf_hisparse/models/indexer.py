@@ -1,0 +1,227 @@
+"""The indexer of a DSA model: its keys, and its scores on slices of the queries.
+
+DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, section 2.1 (lightning indexer).
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from hisparse_kernels.lightning_indexer import lightning_indexer
+
+from ..active import current_call
+from ..masks import allowed_keys, causal_rows
+from ..records import moved
+
+
+class IndexerKeys:
+    """The indexer keys of one layer, in a buffer that grows in steps: the selector state of a DSA layer.
+
+    A layer that takes its selection from another one has none.
+
+    Attributes
+    ----------
+    keys : ``[batch, capacity, width]`` or None
+    length : int
+        Tokens held.
+    """
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.length = 0
+        self._capacity = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes."""
+        return 0 if self.keys is None else self.keys.nbytes
+
+    def grow(self, records: int) -> None:
+        """Make room for `records` tokens."""
+        self._capacity = max(self._capacity, records)
+        if self.keys is not None and self.keys.shape[1] < self._capacity:
+            old = self.keys
+            self.keys = old.new_empty((old.shape[0], self._capacity, old.shape[2]))
+            self.keys[:, : self.length] = old[:, : self.length]
+
+    def append(self, keys: torch.Tensor) -> torch.Tensor:
+        """Take ``[batch, T, width]``; all keys held, as a view ``[batch, length, width]``."""
+        if self.keys is None:
+            self.keys = keys.new_empty((keys.shape[0], self._capacity, keys.shape[2]))
+        start, self.length = self.length, self.length + keys.shape[1]
+        self.keys[:, start : self.length] = keys
+        return self.keys[:, : self.length]
+
+    def append_at(self, position: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Take ``[batch, 1, width]`` at `position`, int64 ``[1]``; all there is room for, ``[batch, capacity, width]``."""
+        assert self.keys is not None
+        self.length += 1
+        return self.keys.index_copy_(1, position, keys)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the tokens from position `tokens` on."""
+        self.length = min(self.length, tokens)
+
+    def rearrange(self, lanes: torch.Tensor) -> None:
+        """Let lane `i` hold what lane ``lanes[i]`` held."""
+        if self.keys is not None:
+            self.keys = moved(self.keys, lanes)
+
+    def clone(self) -> IndexerKeys:
+        """An independent copy."""
+        other = IndexerKeys()
+        other.__dict__.update(self.__dict__)
+        other.keys = None if self.keys is None else self.keys.clone()
+        return other
+
+
+def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward of an indexer; with `HiSparseCache` on slices of the queries, where their scores would take much memory.
+
+    The model's own code runs on each slice: its projections, its rotary embedding, its top-k. In a long call the scores
+    ``[B, S, heads, T]`` in between are left to a kernel that never stores them, as long as the code computes what the
+    kernel does (`_Keys` watches that); otherwise the slices are smaller. Extra memory stays within `prefill_memory`.
+    """
+    forward = types.MethodType(type(self).forward, self)
+    call = current_call()
+    if call is None or not call.causal:
+        return forward(*args, **kwargs)
+    layer = call.cache.layers[self.layer_idx]
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    given = bound.arguments
+    batch, rows, _ = given["hidden_states"].shape
+    mask = given["attention_mask"]
+    padding = allowed_keys(mask[:, None], batch)[:, 0] if rows > layer.settings.decode_rows else None
+    total = layer.get_seq_length()
+    lazily = padding is not None
+    if not lazily and _slice_rows(self, layer, batch, fused=False) >= rows:
+        return forward(*args, **kwargs)
+
+    indices = torch.full((batch, rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=mask.device)
+    first = 0
+    while first < rows:
+        last = min(first + _slice_rows(self, layer, batch, lazily and mask.is_cuda), rows)
+        start, stop = total - rows + first, total - rows + last
+        cache = _SlicedCache(layer, start, lazily)
+        part = {name: _slice(value, first, last, rows, cache) for name, value in given.items()}
+        if padding is not None:
+            part["attention_mask"] = causal_rows(padding[:, :stop], start)
+        else:
+            part["attention_mask"] = mask[:, first:last, :stop]
+        sliced = inspect.BoundArguments(bound.signature, part)  # type: ignore[arg-type]
+        try:
+            selected = forward(*sliced.args, **sliced.kwargs)
+        except _UnknownScores:
+            lazily = False
+            continue
+        indices[:, first:last, : selected.shape[2]] = selected
+        first = last
+    return indices
+
+
+def _slice_rows(indexer: torch.nn.Module, layer: Any, batch: int, fused: bool) -> int:
+    """Rows per slice such that the extra memory stays within the setting."""
+    heads = getattr(indexer, "n_heads", None) or indexer.config.index_n_heads
+    width = getattr(indexer, "head_dim", None) or indexer.config.index_head_dim
+    total = layer.get_seq_length()
+    scores = 16 * total if fused else 12 * (heads + width) * total  # per row: fp32 with copies, and masks
+    return max(1, layer.settings.prefill_memory // (batch * (scores + 16 * heads * width)))
+
+
+def _slice(value: Any, first: int, last: int, rows: int, cache: _SlicedCache) -> Any:
+    """An argument for the rows ``first .. last - 1`` alone: what has `rows` of them in its second dimension is cut."""
+    if isinstance(value, tuple):
+        return tuple(_slice(each, first, last, rows, cache) for each in value)
+    if isinstance(value, dict):
+        return {name: _slice(each, first, last, rows, cache) for name, each in value.items()}
+    if isinstance(value, Cache):
+        return cache
+    if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == rows:
+        return value[:, first:last]
+    return value
+
+
+class _SlicedCache:
+    """What an indexer sees as its cache while it works on a slice that begins at position `start`."""
+
+    def __init__(self, layer: Any, start: int, lazily: bool) -> None:
+        self.layer, self.start, self.lazily = layer, start, lazily
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Any:
+        self.layer.state.crop(self.start)  # a slice may be tried twice
+        held = self.layer.update_indexer(keys)
+        return _Keys(held, self.start) if self.lazily else held
+
+
+class _UnknownScores(Exception):
+    """An indexer computes something else from its keys than `lightning_indexer` does."""
+
+
+class _Keys:
+    """Stands for the keys in an indexer's code, until all of ``weights @ relu(query @ keys.T * scale)`` is known.
+
+    Attributes
+    ----------
+    keys : ``[B, T, D]``
+    start : int
+        Position of the first query.
+    seen : tuple of str
+        What the code has done with the keys.
+    """
+
+    _STEPS = ("transpose", "float", "unsqueeze", "matmul", "mul", "relu", "matmul")
+
+    def __init__(self, keys: torch.Tensor, start: int) -> None:
+        self.keys, self.start = keys, start
+        self.scale = 1.0
+        self.query: torch.Tensor | None = None
+        self._expected: Iterator[str] = iter(self._STEPS)
+
+    def _step(self, name: str, fits: bool = True) -> _Keys:
+        expected = next(self._expected, None)
+        if expected == "mul" and name == "relu":  # without a scale
+            expected = next(self._expected)
+        if name != expected or not fits:
+            raise _UnknownScores(f"{name} where {expected} was expected")
+        return self
+
+    def transpose(self, first: int, second: int) -> _Keys:
+        return self._step("transpose", {first % 3, second % 3} == {1, 2})
+
+    def float(self) -> _Keys:
+        return self._step("float")
+
+    def unsqueeze(self, dim: int) -> _Keys:
+        return self._step("unsqueeze", dim == 1)
+
+    def __mul__(self, scale: Any) -> _Keys:
+        self._step("mul", isinstance(scale, float) and scale > 0)
+        self.scale = scale
+        return self
+
+    __rmul__ = __mul__
+
+    def __getattr__(self, name: str) -> Any:
+        raise _UnknownScores(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function in (torch.nn.functional.relu, torch.relu):
+            return args[0]._step("relu")
+        if function is torch.matmul and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):
+            return args[1]._matmul(args[0])
+        raise _UnknownScores(str(function))
+
+    def _matmul(self, left: torch.Tensor) -> Any:
+        self._step("matmul")
+        if self.query is None:  # [B, S, H, D]
+            self.query = left.to(self.keys.dtype)  # was made float for the model's product
+            return self
+        scores = lightning_indexer(self.query, self.keys, left.squeeze(-2), self.start, None, self.scale)
+        return scores.unsqueeze(-2)  # [B, S, 1, T]

@@ -1,0 +1,388 @@
+"""DeepSeek sparse attention over multi-head latent attention: a record is one token's latent and rotated key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedConfig
+
+from ..active import current_call
+from ..gradients import without_gradient
+from ..hosted_layer import HostedLayer, LayerSettings, NewTokens
+from ..hot_buffer import HotBuffer
+from ..masks import allowed_keys, readable
+from ..padding import Padding
+from ..prefetch import FollowerBuffer, Group, Replay, prefetch
+from ..records import RecordLayout
+from ..selector import LayerShape
+from .indexer import IndexerKeys
+from .mla_attention import ExpandedAttention, UpProjection, absorbed_attention
+
+MLA_MODES = ("absorb", "expand")
+
+
+@dataclass(frozen=True)
+class LatentSettings(LayerSettings):
+    """What all latent layers of a cache share.
+
+    Attributes
+    ----------
+    mla_mode : str
+        "absorb": attention over the latent rows. "expand": the model's own keys, values and attention (see
+        `ExpandedAttention`).
+    prefill_memory : int
+        Bytes of device memory that a long call may take beyond its results.
+    prefetch : bool
+        Fetch for the layers that share a selection as soon as it is known, not when their turn comes.
+    """
+
+    mla_mode: str
+    prefill_memory: int
+    prefetch: bool
+
+
+class LatentLayer(HostedLayer):
+    """A hosted layer of latent rows; the model selects the records. Lane = batch row."""
+
+    settings: LatentSettings
+    state: IndexerKeys
+    buffer: HotBuffer | FollowerBuffer  # type: ignore[assignment]
+    group: Group
+
+    def __init__(self, layer_idx: int, settings: LatentSettings, padding: Padding) -> None:
+        super().__init__(layer_idx, settings, padding)
+        self.replays: list[Replay] = []  # of the last decode call, for the layers that follow
+        self.prefetched: torch.cuda.Event | None = None
+        self._up = UpProjection()
+        if settings.mla_mode == "expand":
+            self.unsupported_arguments = ("output_attentions",)
+        else:
+            self.alternative = 'mla_mode="expand", or DynamicCache,'
+
+    def layout_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> RecordLayout:
+        """One token: its latent, then its rotated key."""
+        return RecordLayout(1, key_states.shape[3], value_states.shape[3], key_states.dtype)
+
+    def new_state(self, shape: LayerShape) -> IndexerKeys:
+        """No indexer keys yet."""
+        return IndexerKeys()
+
+    def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer | FollowerBuffer:  # type: ignore[override]
+        """Data alone if another layer of the group on this device leads."""
+        leader = self.group.leader_of(self, shape.device)
+        if leader is None:
+            return super().new_buffer(shape, layout)
+        assert isinstance(leader.buffer, HotBuffer)
+        return FollowerBuffer(leader.buffer, layout)
+
+    def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
+        if not super()._fits(shape, layout):
+            return False
+        leader = self.group.leader_of(self, shape.device)
+        return getattr(self.buffer, "leader", None) is (None if leader is None else leader.buffer)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens (see `HostedLayer.update`); what is still being fetched for them must have arrived."""
+        self._await_prefetch()
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Take the indexer keys ``[batch, T, width]`` of new tokens; those of all tokens, ``[batch, total, width]``.
+
+        Raises
+        ------
+        RuntimeError
+            If the layer does not hold these tokens.
+        """
+        if self.state.length + indexer_key_states.shape[1] > self.get_seq_length():
+            raise RuntimeError(
+                f"{self.name}: indexer keys of {self.state.length} + {indexer_key_states.shape[1]} tokens, but "
+                f"{self.get_seq_length()} are held: call cache.reset() and start again"
+            )
+        if self.padding.capturing:
+            return self.state.append_at(self.position, indexer_key_states)
+        return self.state.append(indexer_key_states)
+
+    @property
+    def obstacle(self) -> str | None:  # type: ignore[override]
+        """Why a decode step cannot be captured in a CUDA graph."""
+        if self.settings.mla_mode == "expand":
+            return 'mla_mode="expand" places keys where the CPU says'
+        if self._up.derived:
+            return "kv_b_proj is no plain linear layer: its effective weight may change unseen"
+        return None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """See `HostedLayer.counts`; the indexer keys are counted on their own."""
+        return (*super().counts, self.state.length)
+
+    def replayed(self) -> None:
+        """See `HostedLayer.replayed`."""
+        super().replayed()
+        self.state.length += self.state.keys is not None
+
+    # ------------------------------------------------------------------ attention
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        base: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of the new tokens over the records that the model selected, ``kwargs["indices"]`` ``[batch, S, k]``."""
+        kwargs = dict(kwargs)
+        indices = kwargs.pop("indices", None)
+        if indices is None or mask is None:
+            raise ValueError(
+                f"{self.name}: the model's attention was called without indices or without a mask, so it is none of the "
+                "sparse models that HiSparseCache supports: use DynamicCache"
+            )
+        expanded = None
+        if self.settings.mla_mode == "expand":
+            expanded = ExpandedAttention(module, base, self.layout.key_width, kwargs)
+        with torch.no_grad():
+            attend = self._prefill if query.shape[2] > self.settings.decode_rows else self._decode
+            output = attend(module, query, mask, indices, kwargs["scaling"], expanded)
+            self.finish()
+        return without_gradient(output, query), None
+
+    def _absorbed(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        selection: torch.Tensor,
+        slots: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        matrix = self._up.matrix(module.kv_b_proj, self.layout.key_width, query)
+        return absorbed_attention(query, rows, selection, slots, matrix, self.layout.value_width, scaling)
+
+    def _prefill(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor,
+        indices: torch.Tensor,
+        scaling: float,
+        expanded: ExpandedAttention | None,
+    ) -> torch.Tensor:
+        """All new tokens, on slices of the queries."""
+        batch, _, count, _ = query.shape
+        call = current_call()
+        masks = PrefillMask(mask, batch, self.new_tokens().start, call is not None and call.causal)
+        rows = self._all_rows()
+        if expanded is not None:
+            keys, values = expanded.expand(rows)
+        outputs = []
+        step = self._slice_rows(query, rows, indices.shape[2])
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            part, chosen = query[:, :, first:last], indices[:, first:last]
+            if expanded is not None:
+                outputs.append(expanded.attend(part, keys, values, masks.in_full(first, last), chosen))
+            else:
+                selection = masks.readable(chosen, first).flatten(0, 1)
+                outputs.append(self._absorbed(module, part, rows, selection, selection, scaling))
+        self.pool.write_records(self.new_tokens().start, rows[:, self.new_tokens().start :])
+        self._warm(masks.readable(indices[:, -1:], count - 1)[:, 0], rows)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _slice_rows(self, query: torch.Tensor, rows: torch.Tensor, k: int) -> int:
+        """Query rows per slice such that the extra memory stays within the setting."""
+        batch, heads, _, _ = query.shape
+        if self.settings.mla_mode == "expand":
+            per_row = 8 * heads * rows.shape[1]  # scores, or a mask
+        else:
+            per_row = 16 * heads * self.layout.elements + 24 * k  # folded query and output, partial sums, selection
+            if not query.is_cuda:
+                per_row += 12 * k * self.layout.elements  # the reference gathers
+        return max(1, self.settings.prefill_memory // (batch * per_row))
+
+    def _all_rows(self) -> torch.Tensor:
+        """The records of all tokens on the device, ``[batch, T, elements]``."""
+        new = self.new_tokens()
+        rows = self.layout.pack(new.keys, new.values)
+        if new.start == 0:
+            return rows
+        history = rows.new_empty((rows.shape[0], self.get_seq_length(), rows.shape[2]))
+        history[:, new.start :] = rows
+        self.pool.read_records(history[:, : new.start])
+        return history
+
+    def _warm(self, selection: torch.Tensor, rows: torch.Tensor) -> None:
+        chosen = self.buffer.choose(selection, self.get_seq_length())
+        self.buffer.fill(chosen, rows.gather(1, chosen[:, :, None].expand(-1, -1, rows.shape[2])))
+        self.position.fill_(self.get_seq_length())
+
+    def _decode(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor,
+        indices: torch.Tensor,
+        scaling: float,
+        expanded: ExpandedAttention | None,
+    ) -> torch.Tensor:
+        """One new token after another, each with the selection that the model made for it."""
+        new = self.new_tokens()
+        selections = readable(indices, allowed_keys(mask, query.shape[0]))
+        selections = torch.nn.functional.pad(selections, (0, self.settings.top_k - indices.shape[2]), value=-1)
+        self.replays = []
+        outputs = []
+        for i in range(query.shape[2]):
+            row = slice(i, i + 1)
+            selection = selections[:, i].contiguous()
+            take = self._follow if isinstance(self.buffer, FollowerBuffer) else self._lead
+            slots = take(i, new, selection)
+            if expanded is None:
+                output = self._absorbed(module, query[:, :, row], self.buffer.data, selection, slots, scaling)
+            else:
+                at = slots.clamp(min=0).long()[:, :, None].expand(-1, -1, self.layout.elements)
+                rows = self.buffer.data.gather(1, at)
+                output = expanded.decode(query[:, :, row], rows, selection, mask[:, :, row], indices[:, row])
+            self.advance()
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _lead(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
+        """Store new token `i`, make resident what it selects, and let followers know; the slots, int32 ``[lanes, k]``."""
+        self.append(new.keys[:, 0, i], new.values[:, 0, i])
+        slots = self.read(selection)
+        if self.group.members[-1] is not self:
+            replay = Replay(selection, slots, self.buffer.plan, self.buffer.slot_of(self.position))  # type: ignore[union-attr]
+            if new.keys.shape[2] > 1:
+                replay = replay.kept()
+            self.replays.append(replay)
+            if i == 0 and self.settings.prefetch:
+                prefetch(self.group.followers_of(self), replay)
+        return slots
+
+    def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
+        """Do for new token `i` what the leader did."""
+        leader = self.group.leader_of(self, self.position.device)
+        assert isinstance(self.buffer, FollowerBuffer) and leader is not None
+        replay = leader.replays[i]
+        if i or self.prefetched is None:
+            self.pool.wait()
+            self.buffer.fetch(replay.plan, self.pool)
+        self.prefetched = None
+        self.buffer.write(new.keys[:, 0, i], new.values[:, 0, i], self.position, replay.written, self.pool)
+        if self.settings.verify:
+            if not torch.equal(selection, replay.selection):
+                raise RuntimeError(
+                    f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares "
+                    "its selection with"
+                )
+            self._verify(selection, replay.slots)
+        return replay.slots
+
+    def _await_prefetch(self) -> None:
+        if self.prefetched is not None:
+            torch.cuda.current_stream(self.position.device).wait_event(self.prefetched)
+
+    def reset(self) -> None:
+        """Forget everything (see `HostedLayer.reset`)."""
+        self._await_prefetch()
+        self.prefetched = None
+        super().reset()
+
+    def restore(self, counts: tuple[int, ...]) -> None:
+        """Back to `counts`; an event of the failed capture must not be waited for."""
+        self.prefetched = None
+        *counts, self.state.length = counts
+        super().restore(tuple(counts))
+
+
+class PrefillMask:
+    """The mask of a long call, for some of its rows at a time.
+
+    Parameters
+    ----------
+    mask : bool or additive ``[batch or 1, 1, S, T]``, or ``[batch or 1, 1, 1, T]`` if `causal`
+    batch : int
+    start : int
+        Position of the first row.
+    causal : bool
+        Whether `mask` says only which keys are padding (see `Call.causal`).
+    """
+
+    def __init__(self, mask: torch.Tensor, batch: int, start: int, causal: bool) -> None:
+        self.mask = mask
+        self.batch = batch
+        self.start = start
+        self.causal = causal
+
+    def readable(self, indices: torch.Tensor, first: int) -> torch.Tensor:
+        """`indices`, int ``[batch, rows, k]`` of the rows from `first` on, with -1 for what may not be read."""
+        count = indices.shape[1]
+        if not self.causal:
+            return readable(indices, allowed_keys(self.mask[:, :, first : first + count], self.batch))
+        padding = allowed_keys(self.mask, self.batch)[:, 0]  # [batch, T]
+        own = self.start + first + torch.arange(count, device=indices.device)
+        allowed = padding.gather(1, indices.clamp(min=0).flatten(1).long()).view_as(indices)
+        return indices.masked_fill(~allowed | (indices < 0) | (indices > own[:, None]), -1)
+
+    def in_full(self, first: int, last: int) -> torch.Tensor:
+        """As the model would have made it for these rows: bool or additive ``[batch or 1, 1, rows, T]``."""
+        if not self.causal:
+            return self.mask[:, :, first:last]
+        keys = torch.arange(self.mask.shape[-1], device=self.mask.device)
+        future = keys > keys[self.start + first : self.start + last, None]
+        return self.mask.masked_fill(future, torch.finfo(self.mask.dtype).min if self.mask.is_floating_point() else False)
+
+
+class LatentFamily:
+    """Models with DeepSeek sparse attention that hand their selection to the attention function."""
+
+    page_size = 1
+
+    def __init__(
+        self, decoder: PreTrainedConfig, layers: list[Any], indexed: list[int], **settings: Any
+    ) -> None:
+        self.name = decoder.model_type
+        self.top_k = decoder.index_topk
+        self.budget = f"the model's index_topk={self.top_k}"
+        self.hosted = indexed
+        self._settings = settings  # of `LatentSettings`
+        self._shared = {i for i, kind in enumerate(getattr(decoder, "indexer_types", None) or ()) if kind == "shared"}
+        self._layers = layers
+
+    def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
+        """See `Family.layers`."""
+        latent = LatentSettings(**vars(settings), **self._settings)
+        layers = list(self._layers)
+        for index in self.hosted:
+            layers[index] = LatentLayer(index, latent, padding)
+        self.connect(layers)
+        return layers
+
+    def connect(self, layers: list[Any]) -> None:
+        """A full layer and the shared ones after it are one group."""
+        groups: list[list[LatentLayer]] = []
+        for index in self.hosted:
+            if index not in self._shared or not groups:
+                groups.append([])
+            groups[-1].append(layers[index])
+        for members in groups:
+            Group(members)
+
+    def check_call(self, cache: Cache) -> None:
+        """The model's modules must know the cache."""
+        call = current_call()
+        if call is None or call.cache is not cache:
+            raise RuntimeError(
+                "HiSparseCache: the model passes this cache on without knowing it (its attention was switched by name, or it "
+                "was called layer by layer): call hf_hisparse.enable(model), and call the model as a whole"
+            )
+
+    def __repr__(self) -> str:
+        return f"{self.name}, index_topk={self.top_k}, mla_mode={self._settings['mla_mode']!r}"

@@ -1,0 +1,172 @@
+"""Exact prefetch: layers that share a selection keep the same records in the same slots, and resolve it once.
+
+In GLM-5 most layers read what the full layer before them has selected. The first layer of such a group on a device, its
+leader, resolves a selection; the others own data and host pool alone. They replay what the leader notes of each new token
+(`Replay`): the same misses into the same slots. On a GPU their fetches start right after the leader's resolve, on a side
+stream, while the layers between compute.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from hisparse_kernels.fetch import fetch
+from hisparse_kernels.miss_plan import MissPlan
+from hisparse_kernels.write_row import write_row
+
+from .host_pool import HostPool
+from .hot_buffer import HotBuffer
+from .records import RecordLayout, moved
+
+if TYPE_CHECKING:
+    from .models.mla import LatentLayer
+
+
+class Replay(NamedTuple):
+    """What a leader did for one new token.
+
+    Attributes
+    ----------
+    selection : int ``[lanes, k]``
+    slots : int32 ``[lanes, k]``
+        Where the selected records are.
+    plan : MissPlan
+        What was missing.
+    written : int32 ``[lanes]``
+        The slot of the new token's record, -1 if it was evicted at once.
+    """
+
+    selection: torch.Tensor
+    slots: torch.Tensor
+    plan: MissPlan
+    written: torch.Tensor
+
+    def kept(self) -> Replay:
+        """A copy that the next token does not overwrite."""
+        plan = MissPlan(*(tensor.clone() for tensor in self.plan))
+        return Replay(self.selection, self.slots.clone(), plan, self.written)
+
+
+class FollowerBuffer:
+    """The data of a layer that has the same records in the same slots as its leader, whose tables are its own.
+
+    Attributes
+    ----------
+    leader : HotBuffer
+    data : ``[lanes, slots, elements]``
+    """
+
+    def __init__(self, leader: HotBuffer, layout: RecordLayout) -> None:
+        self.leader = leader
+        lanes, slots, _ = leader.data.shape
+        self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=leader.data.device)
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """The leader's."""
+        return self.leader.page_table
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Device bytes of the records."""
+        return self.data.nbytes
+
+    @property
+    def table_nbytes(self) -> int:
+        """Device bytes of the bookkeeping, which is the leader's."""
+        return 0
+
+    def grow(self, capacity: int) -> None:
+        """The leader has grown already."""
+
+    def forget(self, first: int) -> None:
+        """The leader has forgotten already."""
+
+    def reset(self) -> None:
+        """The leader is reset already."""
+
+    def choose(self, selection: torch.Tensor, count: int) -> torch.Tensor:
+        """What the leader has chosen and filled its slots with, from the first slot on."""
+        return self.leader.slot_records[:, : min(count, self.data.shape[1])].long()
+
+    def fill(self, records: torch.Tensor, data: torch.Tensor) -> None:
+        """Take the data of the leader's records (see `HotBuffer.fill`)."""
+        self.data[:, : records.shape[1]] = data
+
+    def fetch(self, plan: MissPlan, pool: HostPool) -> None:
+        """Bring what the leader was missing."""
+        fetch(pool.records, pool.host_rows, plan, self.data)
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, slots: torch.Tensor, pool: HostPool
+    ) -> None:
+        """Store one new token per lane to the host and to the slot that the leader has given it."""
+        write_row(keys, values, position, slots, pool.records, pool.host_rows, self.data)
+
+    def rearrange(self, lanes: torch.Tensor) -> None:
+        """Let lane `i` hold what lane ``lanes[i]`` held; the leader has moved the tables already."""
+        self.data = moved(self.data, lanes)
+
+    def clone(self) -> FollowerBuffer:
+        """A copy of the data, of a leader yet to be named."""
+        other = FollowerBuffer.__new__(FollowerBuffer)
+        other.leader, other.data = self.leader, self.data.clone()
+        return other
+
+    def totals(self) -> tuple[int, int]:
+        """Records read and records missed: what the leader counted, it read and fetched as well."""
+        return self.leader.totals()
+
+
+class Group:
+    """Layers that share a selection, in the model's order; the first makes it."""
+
+    def __init__(self, members: list[LatentLayer]) -> None:
+        self.members = members
+        for member in members:
+            member.group = self
+            if member.is_initialized and isinstance(member.buffer, FollowerBuffer):
+                member.buffer.leader = self.leader_of(member, member.position.device).buffer  # type: ignore[union-attr]
+
+    def leader_of(self, member: LatentLayer, device: torch.device) -> LatentLayer | None:
+        """The first layer before `member` on the same device, None if it leads itself."""
+        before = self.members[: self.members.index(member)]
+        return next((other for other in before if other.is_initialized and other.position.device == device), None)
+
+    def followers_of(self, leader: LatentLayer) -> list[LatentLayer]:
+        """The layers that replay what `leader` does."""
+        return [
+            member
+            for member in self.members
+            if member.is_initialized
+            and isinstance(member.buffer, FollowerBuffer)
+            and member.buffer.leader is leader.buffer
+        ]
+
+
+def prefetch(followers: list[LatentLayer], replay: Replay) -> None:
+    """Start the fetches of layers that come later, beside what the current stream does next.
+
+    Each layer waits for its own event (`LatentLayer.await_prefetch`), within the same call: so this can be captured.
+    """
+    if not followers or not followers[0].buffer.data.is_cuda:
+        return
+    device = followers[0].buffer.data.device
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for follower in followers:
+            follower.pool.wait()
+            follower.buffer.fetch(replay.plan, follower.pool)  # type: ignore[union-attr]
+            follower.prefetched = stream.record_event()
+    if not torch.cuda.is_current_stream_capturing():
+        for tensor in replay.plan:
+            tensor.record_stream(stream)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

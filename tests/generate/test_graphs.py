@@ -1,0 +1,179 @@
+"""Decode steps from a CUDA graph: the same tokens and counters as eager steps, and never a stale graph.
+
+What makes a step fit for capture is tested without a GPU too: `as_captured` runs it, eagerly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_hisparse import HiSparseCache, Quest, disable, enable
+from hf_hisparse.graphs import ReplayingForward, as_captured
+from tests import dsa_models, models
+from tests.models import prompt
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+LENGTH, NEW = 300, 24
+MODELS = {
+    "qwen3": lambda: models.build("qwen3"),
+    "v32": lambda: dsa_models.build("v32"),
+    "glm_FSSF": lambda: dsa_models.build("glm_FSSF"),
+}
+
+
+def new_cache(model: PreTrainedModel, graphs: bool = True) -> HiSparseCache:
+    selector = None if hasattr(model.config, "index_topk") else Quest(32, 4, dense_layers=1)
+    return HiSparseCache(model, selector, device_buffer_tokens=40, graphs=graphs)
+
+
+@pytest.fixture(params=MODELS)
+def any_model(request: pytest.FixtureRequest, device: str) -> PreTrainedModel:
+    return MODELS[request.param]().to(device)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("base", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_step_fit_for_capture_answers_as_an_eager_one(any_model, base, padded):
+    any_model.set_attn_implementation(base)
+    device = str(any_model.device)
+    ids = prompt(2, LENGTH + 20, device=device)
+    mask = torch.ones_like(ids)
+    mask[1, : 70 * padded] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    caches = [new_cache(any_model, graphs=False) for _ in range(2)]
+    for cache in caches:
+        start = slice(0, LENGTH)
+        any_model(ids[:, start], attention_mask=mask[:, start], position_ids=positions[:, start], past_key_values=cache)
+    eager, captured = caches
+    for at in range(LENGTH, LENGTH + 20):
+        step = {"input_ids": ids[:, at : at + 1], "position_ids": positions[:, at : at + 1]}
+        expected = any_model(**step, attention_mask=mask[:, : at + 1] if padded else None, past_key_values=eager).logits
+        captured.make_room(1)
+        if padded:
+            captured.padding.take(mask[:, : at + 1], captured.capacity)
+        with as_captured(captured, padded):
+            logits = any_model(**step, attention_mask=None, past_key_values=captured).logits
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert captured.stats() == eager.stats()
+    assert captured.get_seq_length() == LENGTH + 20
+
+
+def generated(model: PreTrainedModel, cache: HiSparseCache, ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    torch.manual_seed(0)
+    settings = {"do_sample": False, "max_new_tokens": NEW} | kwargs
+    return model.generate(ids, past_key_values=cache, **settings)
+
+
+def _padded(model, cache, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :90] = 0
+    return generated(model, cache, ids, attention_mask=mask)
+
+
+def _turns(model, cache, ids):
+    text = generated(model, cache, ids)
+    text = generated(model, cache, torch.cat([text, ids[:, :70]], 1))  # dense
+    return generated(model, cache, torch.cat([text, ids[:, :5]], 1))  # sparse, in one call
+
+
+def _crop(model, cache, ids):
+    text = generated(model, cache, ids)
+    cache.crop(-13)
+    return generated(model, cache, text[:, : cache.get_seq_length() + 1])
+
+
+def _reset(model, cache, ids):
+    generated(model, cache, ids)
+    cache.reset()
+    generated(model, cache, ids[:1])
+    cache.reset()
+    return generated(model, cache, ids.flip(1))
+
+
+def _deepcopy(model, cache, ids):
+    text = generated(model, cache, ids)
+    other = copy.deepcopy(cache)
+    one = generated(model, other, torch.cat([text, ids[:, :3]], 1))
+    return torch.cat([one, generated(model, cache, torch.cat([text, ids[:, 9:12]], 1))])
+
+
+def _disable(model, cache, ids):
+    text = generated(model, cache, ids)
+    disable(model)
+    with pytest.raises(RuntimeError, match=r"hf_hisparse\.enable"):
+        generated(model, cache, torch.cat([text, ids[:, :2]], 1))
+    enable(model)
+    return generated(model, cache, torch.cat([text, ids[:, :2]], 1))
+
+
+SEQUENCES: dict[str, Callable[..., torch.Tensor]] = {
+    "greedy": generated,
+    "one_row": lambda model, cache, ids: generated(model, cache, ids[:1]),
+    "padded": _padded,
+    "sampling": lambda *args: generated(*args, do_sample=True, num_return_sequences=2),
+    "beams": lambda *args: generated(*args, num_beams=3),
+    "lookup": lambda model, cache, ids: generated(model, cache, ids[:1], prompt_lookup_num_tokens=3),
+    "growth": lambda model, cache, ids: generated(model, cache, ids[:1], max_new_tokens=1300),
+    "turns": _turns,
+    "crop": _crop,
+    "reset": _reset,
+    "deepcopy": _deepcopy,
+    "disable": _disable,
+}
+
+
+@GPU
+@pytest.mark.parametrize("base", ["sdpa", "eager"])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_answer_as_eager_ones(name, sequence, base):
+    model = MODELS[name]().to("cuda")
+    model.set_attn_implementation(base)
+    ids = prompt(2, LENGTH, device="cuda")
+    replayed, eager = new_cache(model), new_cache(model, graphs=False)
+    texts = [SEQUENCES[sequence](model, cache, ids) for cache in (replayed, eager)]
+    assert torch.equal(*texts)
+    assert replayed.stats() == eager.stats()
+    assert replayed.graphs.replays > 0, repr(replayed.graphs)
+    assert eager.graphs.replays == 0
+
+
+@GPU
+def test_another_model_does_not_get_the_graph_of_the_first():
+    one = models.build("qwen3").to("cuda")
+    other = models.build("qwen3", seed=5).to("cuda")
+    ids = prompt(2, LENGTH, device="cuda")
+    cache = new_cache(one)
+    enable(other)
+    generated(one, cache, ids)
+    cache.reset()
+    text = generated(other, cache, ids)
+    assert torch.equal(text, generated(other, new_cache(other, graphs=False), ids))
+
+
+@GPU
+def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(caplog):
+    model = models.build("qwen3_sliding").to("cuda")
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    generated(model, cache, prompt(1, LENGTH, device="cuda"))
+    assert cache.graphs.replays == 0
+    assert len([record for record in caplog.records if "without CUDA graphs" in record.message]) == 1
+    assert "DynamicSlidingWindowLayer" in repr(cache)
+
+
+def test_a_copied_model_runs_its_own_forward():
+    model = models.build("qwen3")
+    enable(model)
+    twin = copy.deepcopy(model)
+    assert isinstance(twin.forward, ReplayingForward)
+    assert twin.forward.model is twin
+    assert twin.forward.forward.__self__ is twin
+    disable(twin)
+    assert "forward" not in vars(twin)
+    assert isinstance(model.forward, ReplayingForward)
