@@ -184,6 +184,7 @@ class DecodeGraphs:
         except Exception as error:  # whatever a model does that a capture does not allow
             for layer, count in zip(cache.layers, counts, strict=True):
                 layer.restore(count)  # type: ignore[union-attr]
+            logger.debug("capturing a decode step failed", exc_info=True)
             self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
             return None
         self.captures += 1

@@ -24,6 +24,10 @@ from .records import RecordLayout, moved
 if TYPE_CHECKING:
     from .models.mla import LatentLayer
 
+# A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's shared memory,
+# which it gives back only when its programs have ended. So many programs are enough for the link.
+_BACKGROUND_PROGRAMS = 16
+
 
 class Replay(NamedTuple):
     """What a leader did for one new token.
@@ -96,9 +100,9 @@ class FollowerBuffer:
         """Take the data of the leader's records (see `HotBuffer.fill`)."""
         self.data[:, : records.shape[1]] = data
 
-    def fetch(self, plan: MissPlan, pool: HostPool) -> None:
-        """Bring what the leader was missing."""
-        fetch(pool.records, pool.host_rows, plan, self.data)
+    def fetch(self, plan: MissPlan, pool: HostPool, programs: int | None = None) -> None:
+        """Bring what the leader was missing, with so many GPU programs."""
+        fetch(pool.records, pool.host_rows, plan, self.data, programs)
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, slots: torch.Tensor, pool: HostPool
@@ -160,7 +164,7 @@ def prefetch(followers: list[LatentLayer], replay: Replay) -> None:
     with torch.cuda.stream(stream):
         for follower in followers:
             follower.pool.wait()
-            follower.buffer.fetch(replay.plan, follower.pool)  # type: ignore[union-attr]
+            follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)  # type: ignore[union-attr]
             follower.prefetched = stream.record_event()
     if not torch.cuda.is_current_stream_capturing():
         for tensor in replay.plan:
@@ -169,4 +173,4 @@ def prefetch(followers: list[LatentLayer], replay: Replay) -> None:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)  # its few programs are to start at once

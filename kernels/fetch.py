@@ -11,7 +11,7 @@ from .dispatch import ceil_div, check_host_rows, on_device_of, use_triton
 from .miss_plan import MissPlan
 
 _QUAD_BYTES = 16
-_QUADS = 512  # per program and round: 4 reads of 16 bytes in flight per thread
+_QUADS_PER_WARP = 128  # per round: 4 reads of 16 bytes in flight per thread
 _PROGRAMS = 512  # over all lanes: one program alone reads host memory at a tenth of the link's speed
 _PROGRAMS_PER_LANE = 128
 
@@ -66,6 +66,7 @@ def fetch(
     host_rows: torch.Tensor,
     plan: MissPlan,
     buffer: torch.Tensor,
+    programs: int | None = None,
 ) -> None:
     """Copy the planned records from the host pool into their slots; see `reference.fetch`.
 
@@ -83,7 +84,10 @@ def fetch(
         return
     k = plan.records.shape[1]
     record_quads = record_width * buffer.element_size() // _QUAD_BYTES
-    parts = min(ceil_div(k * record_quads, _QUADS), _PROGRAMS_PER_LANE, max(1, _PROGRAMS // lanes))
+    # Few programs must each have more in flight to keep the link busy.
+    warps = 4 if programs is None else 16
+    quads = warps * _QUADS_PER_WARP
+    parts = min(ceil_div(k * record_quads, quads), _PROGRAMS_PER_LANE, max(1, (programs or _PROGRAMS) // lanes))
     with on_device_of(buffer):
         _fetch_kernel[(lanes, parts)](
             pool,
@@ -98,8 +102,8 @@ def fetch(
             slot_count,
             k,
             record_quads,
-            _QUADS,
-            num_warps=4,
+            quads,
+            num_warps=warps,
         )
 
 

@@ -217,6 +217,7 @@ def fetch(
     host_rows: torch.Tensor,
     plan: MissPlan,
     buffer: torch.Tensor,
+    programs: int | None = None,
 ) -> None:
     """Copy the planned records from the host pool into their slots, byte for byte.
 
@@ -230,6 +231,9 @@ def fetch(
         Lane ``l`` receives record ``plan.records[l, i]`` in slot ``plan.slots[l, i]`` for ``i < plan.count[l]``.
     buffer : ``[lanes, B, E]``
         Output; slots that the plan does not name are not touched.
+    programs : int, optional
+        How many GPU programs may share the work, at least one per lane: few leave the multiprocessors to what runs beside the
+        copy. Changes no byte. Default: as many as the link can use.
     """
     lanes = buffer.shape[0]
     heads = lanes // host_rows.shape[0]

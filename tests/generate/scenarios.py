@@ -233,14 +233,36 @@ def crop(s: Session) -> None:
 
 
 def crop_batch(s: Session) -> None:
-    """Back into the text, then to the middle of a page that is half padding."""
+    """Back into the text, then to the middle of a page that is half padding; twice, padded otherwise the second time."""
     cache = s.new_cache()
-    ids, mask = s.left_padded(LONG, 200)
-    text = s.generate(ids, cache, attention_mask=mask)
-    for kept, new in ((LONG - 14, 6), (LONG - 199, 45)):
-        cache.crop(kept - cache.get_seq_length())
-        text = torch.cat([text[:, :kept], s.prompt(2, new, seed=new)], dim=1)
-        text = s.generate(text, cache, attention_mask=grown(mask[:, :kept], text))
+    for lengths in ((LONG, 200), (281, LONG)):
+        cache = s.emptied(cache)
+        ids, mask = s.left_padded(*lengths)
+        text = s.generate(ids, cache, attention_mask=mask)
+        for kept, new in ((LONG - 14, 6), (LONG - min(lengths) + 2, 45)):
+            cache.crop(kept - cache.get_seq_length())
+            text = torch.cat([text[:, :kept], s.prompt(2, new, seed=new)], dim=1)
+            text = s.generate(text, cache, attention_mask=grown(mask[:, :kept], text), max_new_tokens=12)
+
+
+def copies_with_padding(s: Session) -> None:
+    """Original and copy are padded at other places of the same page, and both are cropped back into it."""
+    cache = s.new_cache()
+    ids, mask = s.left_padded(LONG, 300)
+    s.forward(ids, cache, mask)
+    branches = [(cache, 0), (copy.deepcopy(cache), 1)]
+    text = s.prompt(2, 60, seed=1)
+    masks = {}
+    for branch, row in branches:
+        masks[row] = grown(mask, torch.cat([ids, text], dim=1))
+        masks[row][row, LONG : LONG + 5] = 0
+        s.forward(text, branch, masks[row])
+    for branch, row in branches:
+        branch.crop(-(branch.get_seq_length() - LONG - 5))
+        held = masks[row][:, : LONG + 5]
+        for call in text.flip(1).split([40] + [1] * 12 + [8], dim=1):
+            held = torch.cat([held, torch.ones_like(call)], dim=1)
+            s.forward(call, branch, held)
 
 
 def crop_after_reorder(s: Session) -> None:
@@ -325,7 +347,7 @@ SCENARIOS = {
         greedy, greedy_batch, page_boundaries, left_padded, sampling, return_sequences, beams, beams_left_padded,
         beam_sampling, prompt_lookup, assisted, assisted_sampling, chunked_prefill, sparse_prefill,
         chunked_prefill_left_padded, turns, turns_left_padded, holes, shared_prefix, copy_while_decoding, crop,
-        crop_batch, crop_after_reorder, repeat_and_select, reorder, reset_and_reuse, short_prompts,
+        crop_batch, crop_after_reorder, copies_with_padding, repeat_and_select, reorder, reset_and_reuse, short_prompts,
         short_left_padded, cuts,
     )
 }  # fmt: skip

@@ -49,11 +49,18 @@ def test_a_step_fit_for_capture_answers_as_an_eager_one(any_model, base, padded)
     caches = [new_cache(any_model, graphs=False) for _ in range(2)]
     for cache in caches:
         start = slice(0, LENGTH)
-        any_model(ids[:, start], attention_mask=mask[:, start], position_ids=positions[:, start], past_key_values=cache)
+        any_model(
+            ids[:, start],
+            attention_mask=mask[:, start],
+            position_ids=positions[:, start],
+            past_key_values=cache,
+        )
     eager, captured = caches
     for at in range(LENGTH, LENGTH + 20):
         step = {"input_ids": ids[:, at : at + 1], "position_ids": positions[:, at : at + 1]}
-        expected = any_model(**step, attention_mask=mask[:, : at + 1] if padded else None, past_key_values=eager).logits
+        expected = any_model(
+            **step, attention_mask=mask[:, : at + 1] if padded else None, past_key_values=eager
+        ).logits
         captured.make_room(1)
         if padded:
             captured.padding.take(mask[:, : at + 1], captured.capacity)
@@ -64,7 +71,9 @@ def test_a_step_fit_for_capture_answers_as_an_eager_one(any_model, base, padded)
     assert captured.get_seq_length() == LENGTH + 20
 
 
-def generated(model: PreTrainedModel, cache: HiSparseCache, ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+def generated(
+    model: PreTrainedModel, cache: HiSparseCache, ids: torch.Tensor, **kwargs: object
+) -> torch.Tensor:
     torch.manual_seed(0)
     settings = {"do_sample": False, "max_new_tokens": NEW} | kwargs
     return model.generate(ids, past_key_values=cache, **settings)

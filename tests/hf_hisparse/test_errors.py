@@ -142,7 +142,7 @@ def test_attention_that_decode_does_not_compute(device, name):
 def test_a_model_that_selects_by_itself():
     model = build("dsa")
     attention = model.config._attn_implementation
-    with pytest.raises(ValueError, match=r"'deepseek_v32'.*indexer.*DynamicCache"):
+    with pytest.raises(ValueError, match=r"selector=Quest.*'deepseek_v32'.*leave the selector out"):
         HiSparseCache(model, SELECTOR)
     assert model.config._attn_implementation == attention
 

@@ -97,10 +97,22 @@ def test_kernel_is_the_reference(device, batch, heads, k, slots, capacity, recor
     got.assert_same(want)
 
 
+@pytest.mark.parametrize("programs", [1, 7, 16])
+@pytest.mark.parametrize(FIELDS, SMALL + BIG)
+def test_few_programs_copy_the_same(
+    device, batch, heads, k, slots, capacity, record_width, dtype, programs
+):
+    want = planned(batch, heads, k, slots, capacity, record_width, dtype)
+    got = want.to(device)
+    fetch(got.pool, got.host_rows, got.plan, got.buffer, programs)
+    reference.fetch(want.pool, want.host_rows, want.plan, want.buffer, programs)
+    got.assert_same(want)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 5], ids="parts{}".format)
 def test_programs_that_share_a_lane(device, monkeypatch, parts):
     """However the misses are cut into programs and rounds, records that straddle a cut included."""
-    monkeypatch.setattr(fetch_module, "_QUADS", 8)
+    monkeypatch.setattr(fetch_module, "_QUADS_PER_WARP", 2)
     monkeypatch.setattr(fetch_module, "_PROGRAMS_PER_LANE", parts)
     want = planned(1, 2, 9, 12, 20, 24, torch.float16)
     got = want.to(device)
