@@ -53,8 +53,17 @@ def conditions() -> dict[str, Any]:
         "triton": triton_version,
         "transformers": transformers.__version__,
         "link_GB_per_s": round(link_bandwidth() / 1e9, 1),
-        "command": "python -m " + shlex.join([_program(), *sys.argv[1:]]),
+        "command": "python -m " + shlex.join([_program(), *_arguments()]),
     }
+
+
+def _arguments() -> list[str]:
+    """The command line without the place of the output, which is no condition."""
+    arguments = sys.argv[1:]
+    if "--output" in arguments:
+        at = arguments.index("--output")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return arguments
 
 
 def _program() -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's shared memory,
 # which it gives back only when its programs have ended. So many programs are enough for the link.
-_BACKGROUND_PROGRAMS = 16
+_BACKGROUND_PROGRAMS = 2
 
 
 class Replay(NamedTuple):

@@ -14,9 +14,10 @@ _QUAD_BYTES = 16
 _QUADS_PER_WARP = 128  # per round: 4 reads of 16 bytes in flight per thread
 _PROGRAMS = 512  # over all lanes: one program alone reads host memory at a tenth of the link's speed
 _PROGRAMS_PER_LANE = 128
+_FEW_WARPS = 32
 
 
-@triton.jit(do_not_specialize=["host_rows_stride", "host_lanes", "heads", "slot_count", "k"])
+@triton.jit(do_not_specialize=["host_rows_stride", "host_lanes", "heads", "slot_count", "k", "lanes"])
 def _fetch_kernel(
     pool,
     host_rows,
@@ -29,36 +30,38 @@ def _fetch_kernel(
     heads,
     slot_count,
     k,
+    lanes,
     RECORD_QUADS: tl.constexpr,
     QUADS: tl.constexpr,
 ):
     """Programs (lane, part): the parts share the lane's misses, cut into quads of 16 bytes, not into records.
 
-    So a record of any size keeps every thread busy, several small ones or a piece of a large one at a time.
+    So a record of any size keeps every thread busy, several small ones or a piece of a large one at a time. Where there are fewer
+    programs than lanes, each goes on to further lanes.
     """
-    lane = tl.program_id(0).to(tl.int64)
-    plan_records += lane * k
-    plan_slots += lane * k
-    host_rows += lane // heads * host_rows_stride
     pool = pool.to(tl.pointer_type(tl.int32))
     buffer = buffer.to(tl.pointer_type(tl.int32))
     word = tl.arange(0, 4)[None, :]
 
-    total = tl.load(plan_count + lane) * RECORD_QUADS
-    start = tl.program_id(1) * QUADS
-    while start < total:
-        quad = start + tl.arange(0, QUADS)
-        inside = quad < total
-        miss = quad // RECORD_QUADS
-        within = quad % RECORD_QUADS
-        record = tl.load(plan_records + miss, mask=inside, other=0).to(tl.int64)
-        slot = tl.load(plan_slots + miss, mask=inside, other=0)
-        host_row = tl.load(host_rows + record, mask=inside, other=0)
-        source = (record * host_lanes + host_row * heads + lane % heads) * RECORD_QUADS + within
-        target = (lane * slot_count + slot) * RECORD_QUADS + within
-        data = tl.load(pool + source[:, None] * 4 + word, mask=inside[:, None])
-        tl.store(buffer + target[:, None] * 4 + word, data, mask=inside[:, None])
-        start += tl.num_programs(1) * QUADS
+    lane = tl.program_id(0).to(tl.int64)
+    while lane < lanes:
+        rows = host_rows + lane // heads * host_rows_stride
+        total = tl.load(plan_count + lane) * RECORD_QUADS
+        start = tl.program_id(1) * QUADS
+        while start < total:
+            quad = start + tl.arange(0, QUADS)
+            inside = quad < total
+            miss = lane * k + quad // RECORD_QUADS
+            within = quad % RECORD_QUADS
+            record = tl.load(plan_records + miss, mask=inside, other=0).to(tl.int64)
+            slot = tl.load(plan_slots + miss, mask=inside, other=0)
+            host_row = tl.load(rows + record, mask=inside, other=0)
+            source = (record * host_lanes + host_row * heads + lane % heads) * RECORD_QUADS + within
+            target = (lane * slot_count + slot) * RECORD_QUADS + within
+            data = tl.load(pool + source[:, None] * 4 + word, mask=inside[:, None])
+            tl.store(buffer + target[:, None] * 4 + word, data, mask=inside[:, None])
+            start += tl.num_programs(1) * QUADS
+        lane += tl.num_programs(0)
 
 
 def fetch(
@@ -84,12 +87,15 @@ def fetch(
         return
     k = plan.records.shape[1]
     record_quads = record_width * buffer.element_size() // _QUAD_BYTES
-    # Few programs must each have more in flight to keep the link busy.
-    warps = 4 if programs is None else 16
+    if programs is None:
+        warps, rows = 4, lanes
+        parts = min(_PROGRAMS_PER_LANE, max(1, _PROGRAMS // lanes))
+    else:  # few programs must each have more in flight to keep the link busy
+        warps, rows, parts = _FEW_WARPS, 1, programs
     quads = warps * _QUADS_PER_WARP
-    parts = min(ceil_div(k * record_quads, quads), _PROGRAMS_PER_LANE, max(1, (programs or _PROGRAMS) // lanes))
+    parts = min(parts, ceil_div(k * record_quads, quads))
     with on_device_of(buffer):
-        _fetch_kernel[(lanes, parts)](
+        _fetch_kernel[(rows, parts)](
             pool,
             host_rows,
             plan.records,
@@ -101,6 +107,7 @@ def fetch(
             heads,
             slot_count,
             k,
+            lanes,
             record_quads,
             quads,
             num_warps=warps,

@@ -232,8 +232,8 @@ def fetch(
     buffer : ``[lanes, B, E]``
         Output; slots that the plan does not name are not touched.
     programs : int, optional
-        How many GPU programs may share the work, at least one per lane: few leave the multiprocessors to what runs beside the
-        copy. Changes no byte. Default: as many as the link can use.
+        How many GPU programs may share the work: few leave the multiprocessors to what runs beside the copy. Changes no byte.
+        Default: as many as the link can use.
     """
     lanes = buffer.shape[0]
     heads = lanes // host_rows.shape[0]

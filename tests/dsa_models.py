@@ -51,9 +51,9 @@ def _config(family: str, layers: int = LAYERS, **more: object) -> transformers.P
     return getattr(transformers, f"{family}Config")(**_common(layers, **more))
 
 
-def _glm(pattern: str) -> PreTrainedModel:
+def _glm(pattern: str, **more: object) -> PreTrainedModel:
     kinds = [{"F": "full", "S": "shared"}[letter] for letter in pattern]
-    return transformers.GlmMoeDsaForCausalLM(_config("GlmMoeDsa", len(kinds), indexer_types=kinds))
+    return transformers.GlmMoeDsaForCausalLM(_config("GlmMoeDsa", len(kinds), indexer_types=kinds, **more))
 
 
 def _mistral(pattern: str) -> PreTrainedModel:
@@ -79,7 +79,12 @@ def _dots() -> PreTrainedModel:
     )
 
 
+# Without experts: in fp32 their products cannot be captured.
+_DENSE = {"mlp_layer_types": ["dense"] * LAYERS, "first_k_dense_replace": LAYERS}
+
 _ALL_MODELS = {
+    "v32_dense": lambda: transformers.DeepseekV32ForCausalLM(_config("DeepseekV32", **_DENSE)),
+    "glm_FSSF_dense": lambda: _glm("FSSF", **_DENSE),
     "v32": lambda: transformers.DeepseekV32ForCausalLM(_config("DeepseekV32")),
     "glm_full": lambda: _glm("FFFF"),
     "glm_FSSF": lambda: _glm("FSSF"),

@@ -21,8 +21,8 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need
 LENGTH, NEW = 300, 24
 MODELS = {
     "qwen3": lambda: models.build("qwen3"),
-    "v32": lambda: dsa_models.build("v32"),
-    "glm_FSSF": lambda: dsa_models.build("glm_FSSF"),
+    "v32": lambda: dsa_models.build("v32_dense"),
+    "glm_FSSF": lambda: dsa_models.build("glm_FSSF_dense"),
 }
 
 

@@ -225,6 +225,20 @@ def test_an_error_within_attention(model, monkeypatch):
     _assert_unchanged(model, cache)
 
 
+@pytest.mark.parametrize("side", ["host", "slot"])
+def test_verify_names_what_differs(model, side):
+    """One channel of one record, on either side; without `verify` nobody would know."""
+    cache = _prefilled(model, device_buffer_tokens=400, verify=True)
+    _continuation(model, cache)
+    layer, record = cache.hosted_layers[-1], 76  # the page that the next query writes to and reads
+    if side == "host":
+        layer.pool.records[record, 3, 5] += 1
+    else:
+        layer.buffer.data[3, layer.buffer.page_table[3, record].long(), 5] += 1
+    with pytest.raises(RuntimeError, match=r"verify: layer 3, lane 3, record 76: slot \d+ does not hold"):
+        _continuation(model, cache)
+
+
 def test_dropout(model):
     model.train()
     for module in model.modules():
