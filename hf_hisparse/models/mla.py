@@ -182,19 +182,24 @@ class LatentLayer(HostedLayer):
         rows = self._all_rows()
         if expanded is not None:
             keys, values = expanded.expand(rows)
-        outputs = []
+        output = None
         step = self._slice_rows(query, rows, indices.shape[2])
         for first in range(0, count, step):
             last = min(first + step, count)
             part, chosen = query[:, :, first:last], indices[:, first:last]
             if expanded is not None:
-                outputs.append(expanded.attend(part, keys, values, masks.in_full(first, last), chosen))
+                result = expanded.attend(part, keys, values, masks.in_full(first, last), chosen)
             else:
                 selection = masks.readable(chosen, first).flatten(0, 1)
-                outputs.append(self._absorbed(module, part, rows, selection, selection, scaling))
+                result = self._absorbed(module, part, rows, selection, selection, scaling)
+            if output is None:
+                output = result.new_empty((batch, count, *result.shape[2:])) if last < count else result
+            if output is not result:
+                output[:, first:last] = result
+        assert output is not None
         self.pool.write_records(self.new_tokens().start, rows[:, self.new_tokens().start :])
         self._warm(masks.readable(indices[:, -1:], count - 1)[:, 0], rows)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return output
 
     def _slice_rows(self, query: torch.Tensor, rows: torch.Tensor, k: int) -> int:
         """Query rows per slice such that the extra memory stays within the setting."""
@@ -235,7 +240,8 @@ class LatentLayer(HostedLayer):
         """One new token after another, each with the selection that the model made for it."""
         new = self.new_tokens()
         selections = readable(indices, allowed_keys(mask, query.shape[0]))
-        selections = torch.nn.functional.pad(selections, (0, self.settings.top_k - indices.shape[2]), value=-1)
+        if (missing := self.settings.top_k - indices.shape[2]) > 0:  # one shape for all steps
+            selections = torch.nn.functional.pad(selections, (0, missing), value=-1)
         self.replays = []
         outputs = []
         for i in range(query.shape[2]):
