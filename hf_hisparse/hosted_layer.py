@@ -312,11 +312,11 @@ class HostedLayer(CacheLayerMixin):
         self.steps += 1
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self) -> tuple[int, int]:
         """Tokens and decode steps, all that a decode step changes in Python."""
         return self._length, self.steps
 
-    def restore(self, counts: tuple[int, ...]) -> None:
+    def restore(self, counts: tuple[int, int]) -> None:
         """Back to `counts`: a capture failed before anything ran."""
         self._length, self.steps = counts
         self._new = None

@@ -28,13 +28,11 @@ class IndexerKeys:
     Attributes
     ----------
     keys : ``[batch, capacity, width]`` or None
-    length : int
-        Tokens held.
+        By cache position.
     """
 
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None
-        self.length = 0
         self._capacity = 0
 
     @property
@@ -44,29 +42,27 @@ class IndexerKeys:
 
     def grow(self, records: int) -> None:
         """Make room for `records` tokens."""
-        self._capacity = max(self._capacity, records)
-        if self.keys is not None and self.keys.shape[1] < self._capacity:
-            old = self.keys
-            self.keys = old.new_empty((old.shape[0], self._capacity, old.shape[2]))
-            self.keys[:, : self.length] = old[:, : self.length]
+        missing = records - self._capacity
+        if missing > 0:
+            self._capacity = records
+            if self.keys is not None:
+                self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, missing))
 
-    def append(self, keys: torch.Tensor) -> torch.Tensor:
-        """Take ``[batch, T, width]``; all keys held, as a view ``[batch, length, width]``."""
+    def write(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+        """Take ``[batch, T, width]`` from position `start` on; the keys up to there, a view ``[batch, start + T, width]``."""
         if self.keys is None:
-            self.keys = keys.new_empty((keys.shape[0], self._capacity, keys.shape[2]))
-        start, self.length = self.length, self.length + keys.shape[1]
-        self.keys[:, start : self.length] = keys
-        return self.keys[:, : self.length]
+            self.keys = keys.new_zeros((keys.shape[0], self._capacity, keys.shape[2]))
+        stop = start + keys.shape[1]
+        self.keys[:, start:stop] = keys
+        return self.keys[:, :stop]
 
-    def append_at(self, position: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def write_at(self, keys: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Take ``[batch, 1, width]`` at `position`, int64 ``[1]``; all there is room for, ``[batch, capacity, width]``."""
         assert self.keys is not None
-        self.length += 1
         return self.keys.index_copy_(1, position, keys)
 
     def crop(self, tokens: int) -> None:
-        """Forget the tokens from position `tokens` on."""
-        self.length = min(self.length, tokens)
+        """Nothing to forget: a position is written again before it is read."""
 
     def rearrange(self, lanes: torch.Tensor) -> None:
         """Let lane `i` hold what lane ``lanes[i]`` held."""
@@ -76,8 +72,8 @@ class IndexerKeys:
     def clone(self) -> IndexerKeys:
         """An independent copy."""
         other = IndexerKeys()
-        other.__dict__.update(self.__dict__)
         other.keys = None if self.keys is None else self.keys.clone()
+        other._capacity = self._capacity
         return other
 
 
@@ -154,8 +150,7 @@ class _SlicedCache:
         self.layer, self.start, self.lazily = layer, start, lazily
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Any:
-        self.layer.state.crop(self.start)  # a slice may be tried twice
-        held = self.layer.update_indexer(keys)
+        held = self.layer.state.write(keys, self.start)
         return _Keys(held, self.start) if self.lazily else held
 
 

@@ -92,21 +92,22 @@ class LatentLayer(HostedLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Take the indexer keys ``[batch, T, width]`` of new tokens; those of all tokens, ``[batch, total, width]``.
+        """Take the indexer keys ``[batch, T, width]`` of the new tokens; those of all tokens, ``[batch, total, width]``.
 
         Raises
         ------
         RuntimeError
-            If the layer does not hold these tokens.
+            If these are not the tokens that `update` took last.
         """
-        if self.state.length + indexer_key_states.shape[1] > self.get_seq_length():
+        new = self.new_tokens()
+        if indexer_key_states.shape[1] != new.keys.shape[2]:
             raise RuntimeError(
-                f"{self.name}: indexer keys of {self.state.length} + {indexer_key_states.shape[1]} tokens, but "
-                f"{self.get_seq_length()} are held: call cache.reset() and start again"
+                f"{self.name}: indexer keys of {indexer_key_states.shape[1]} tokens, but {new.keys.shape[2]} are new: call "
+                "cache.reset() and start again"
             )
         if self.padding.capturing:
-            return self.state.append_at(self.position, indexer_key_states)
-        return self.state.append(indexer_key_states)
+            return self.state.write_at(indexer_key_states, self.position)
+        return self.state.write(indexer_key_states, new.start)
 
     @property
     def obstacle(self) -> str | None:  # type: ignore[override]
@@ -116,16 +117,6 @@ class LatentLayer(HostedLayer):
         if self._up.derived:
             return "kv_b_proj is no plain linear layer: its effective weight may change unseen"
         return None
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """See `HostedLayer.counts`; the indexer keys are counted on their own."""
-        return (*super().counts, self.state.length)
-
-    def replayed(self) -> None:
-        """See `HostedLayer.replayed`."""
-        super().replayed()
-        self.state.length += self.state.keys is not None
 
     # ------------------------------------------------------------------ attention
 
@@ -301,11 +292,10 @@ class LatentLayer(HostedLayer):
         self.prefetched = None
         super().reset()
 
-    def restore(self, counts: tuple[int, ...]) -> None:
+    def restore(self, counts: tuple[int, int]) -> None:
         """Back to `counts`; an event of the failed capture must not be waited for."""
         self.prefetched = None
-        *counts, self.state.length = counts
-        super().restore(tuple(counts))
+        super().restore(counts)
 
 
 class PrefillMask:
