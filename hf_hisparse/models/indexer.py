@@ -77,7 +77,7 @@ class IndexerKeys:
         return other
 
 
-def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of an indexer; with `HiSparseCache` on slices of the queries, where their scores would take much memory.
 
     The model's own code runs on each slice: its projections, its rotary embedding, its top-k. In a long call the scores
@@ -99,7 +99,9 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
     if not lazily and _slice_rows(self, layer, batch, fused=False) >= rows:
         return forward(*args, **kwargs)
 
-    indices = torch.full((batch, rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=mask.device)
+    indices = torch.full(
+        (batch, rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=mask.device
+    )
     first = 0
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily and mask.is_cuda), rows)
@@ -110,7 +112,7 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
             part["attention_mask"] = causal_rows(padding[:, :stop], start)
         else:
             part["attention_mask"] = mask[:, first:last, :stop]
-        sliced = inspect.BoundArguments(bound.signature, part)  # type: ignore[arg-type]
+        sliced = inspect.BoundArguments(bound.signature, part)
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
         except _UnknownScores:
@@ -121,7 +123,7 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
     return indices
 
 
-def _slice_rows(indexer: torch.nn.Module, layer: Any, batch: int, fused: bool) -> int:
+def _slice_rows(indexer: Any, layer: Any, batch: int, fused: bool) -> int:
     """Rows per slice such that the extra memory stays within the setting."""
     heads = getattr(indexer, "n_heads", None) or indexer.config.index_n_heads
     width = getattr(indexer, "head_dim", None) or indexer.config.index_head_dim
@@ -206,7 +208,9 @@ class _Keys:
         raise _UnknownScores(f".{name}")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if function in (torch.nn.functional.relu, torch.relu):
             return args[0]._step("relu")
         if function is torch.matmul and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):

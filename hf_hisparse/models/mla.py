@@ -72,17 +72,13 @@ class LatentLayer(HostedLayer):
 
     def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer | FollowerBuffer:  # type: ignore[override]
         """Data alone if another layer of the group on this device leads."""
-        leader = self.group.leader_of(self, shape.device)
-        if leader is None:
-            return super().new_buffer(shape, layout)
-        assert isinstance(leader.buffer, HotBuffer)
-        return FollowerBuffer(leader.buffer, layout)
+        leading = self.group.leading_buffer(self, shape.device)
+        return super().new_buffer(shape, layout) if leading is None else FollowerBuffer(leading, layout)
 
     def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
         if not super()._fits(shape, layout):
             return False
-        leader = self.group.leader_of(self, shape.device)
-        return getattr(self.buffer, "leader", None) is (None if leader is None else leader.buffer)
+        return getattr(self.buffer, "leader", None) is self.group.leading_buffer(self, shape.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -122,7 +118,7 @@ class LatentLayer(HostedLayer):
 
     def attend(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         mask: torch.Tensor | None,
         base: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
@@ -147,7 +143,7 @@ class LatentLayer(HostedLayer):
 
     def _absorbed(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         rows: torch.Tensor,
         selection: torch.Tensor,
@@ -159,7 +155,7 @@ class LatentLayer(HostedLayer):
 
     def _prefill(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         mask: torch.Tensor,
         indices: torch.Tensor,
@@ -198,7 +194,9 @@ class LatentLayer(HostedLayer):
         if self.settings.mla_mode == "expand":
             per_row = 8 * heads * rows.shape[1]  # scores, or a mask
         else:
-            per_row = 16 * heads * self.layout.elements + 24 * k  # folded query and output, partial sums, selection
+            per_row = (
+                16 * heads * self.layout.elements + 24 * k
+            )  # folded query and output, partial sums, selection
             if not query.is_cuda:
                 per_row += 12 * k * self.layout.elements  # the reference gathers
         return max(1, self.settings.prefill_memory // (batch * per_row))
@@ -221,7 +219,7 @@ class LatentLayer(HostedLayer):
 
     def _decode(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         mask: torch.Tensor,
         indices: torch.Tensor,
@@ -333,7 +331,9 @@ class PrefillMask:
             return self.mask[:, :, first:last]
         keys = torch.arange(self.mask.shape[-1], device=self.mask.device)
         future = keys > keys[self.start + first : self.start + last, None]
-        return self.mask.masked_fill(future, torch.finfo(self.mask.dtype).min if self.mask.is_floating_point() else False)
+        return self.mask.masked_fill(
+            future, torch.finfo(self.mask.dtype).min if self.mask.is_floating_point() else False
+        )
 
 
 class LatentFamily:
@@ -349,7 +349,9 @@ class LatentFamily:
         self.budget = f"the model's index_topk={self.top_k}"
         self.hosted = indexed
         self._settings = settings  # of `LatentSettings`
-        self._shared = {i for i, kind in enumerate(getattr(decoder, "indexer_types", None) or ()) if kind == "shared"}
+        self._shared = {
+            i for i, kind in enumerate(getattr(decoder, "indexer_types", None) or ()) if kind == "shared"
+        }
         self._layers = layers
 
     def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
