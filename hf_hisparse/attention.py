@@ -20,6 +20,7 @@ from .resident_layer import ResidentLayer
 IMPLEMENTATIONS = {"sdpa": "hisparse", "eager": "hisparse_eager"}
 BASES = {name: base for base, name in IMPLEMENTATIONS.items()}
 
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -44,7 +45,8 @@ def _attention(
     base = _base_attention(module)
     layer: HostedLayer | ResidentLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
-        if kwargs.get("indices") is not None and attention_mask is not None:  # what the model does itself elsewhere
+        # What the model does itself under another implementation.
+        if kwargs.get("indices") is not None and attention_mask is not None:
             attention_mask = selection_mask(attention_mask, kwargs.pop("indices"))
             kwargs["indices"] = None
         return base(module, query, key, value, attention_mask, **kwargs)
@@ -68,7 +70,7 @@ def _check_arguments(layer: HostedLayer | ResidentLayer, kwargs: dict[str, Any])
         )
 
 
-def _base_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _base_attention(module: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """What the module would call if the model were not enabled."""
     base = BASES[module.config._attn_implementation]
     if base == "eager":  # lives in the model's own file
@@ -90,10 +92,9 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     captured = capturing_cache.get()
     if captured is not None:  # other layers read the mask from `Padding`
         return captured.captured_mask() if insists else None
-    if call is not None and insists:
-        if kwargs["q_length"] > call.decode_rows:
-            kwargs["q_offset"] += kwargs["q_length"] - 1
-            kwargs["q_length"] = 1
+    if call is not None and insists and kwargs["q_length"] > call.decode_rows:
+        kwargs["q_offset"] += kwargs["q_length"] - 1
+        kwargs["q_length"] = 1
     return base(config=config, **kwargs)
 
 

@@ -23,7 +23,11 @@ from .selector import Selector
 from .stats import Memory, Stats
 
 _GROWTH_TOKENS = 1024
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # sums are fp32: a wider type would lose what it is for
+_DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+)  # sums are fp32: a wider type would lose what it is for
 _CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.20")
 
 
@@ -170,7 +174,9 @@ class HiSparseCache(Cache):
         first = self.hosted_layers[0]
         tokens, batch = first.get_seq_length() + key_states.shape[2], key_states.shape[0]
 
-        def asked(tokens: int) -> int:  # hosted layers grow in step and, in every supported model, have one shape
+        def asked(
+            tokens: int,
+        ) -> int:  # hosted layers grow in step and, in every supported model, have one shape
             return first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
 
         self._plan_growth(tokens, asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
@@ -203,7 +209,11 @@ class HiSparseCache(Cache):
         if asked <= left:
             return
         held = format_bytes(self.memory().host_reserved_bytes)
-        limit = "available" if self._host_limit is None else f"left of host_memory={format_bytes(self._host_limit)}"
+        limit = (
+            "available"
+            if self._host_limit is None
+            else f"left of host_memory={format_bytes(self._host_limit)}"
+        )
         raise MemoryError(
             f"HiSparseCache: {purpose} need {format_bytes(asked)} more host memory, {format_bytes(left)} is {limit} "
             f"({held} held already): lower the batch or the context, or raise host_memory if the machine has more"
@@ -221,7 +231,13 @@ class HiSparseCache(Cache):
         self, layer: Any, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
         """Hold a layer to the batch size, heads, widths, dtype and device of its first tokens."""
-        got = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3], key_states.dtype, key_states.device)
+        got = (
+            *key_states.shape[:2],
+            key_states.shape[3],
+            value_states.shape[3],
+            key_states.dtype,
+            key_states.device,
+        )
         held = self._states.get(layer_idx)
         if held is None or not layer.get_seq_length():
             self._states[layer_idx] = got
@@ -230,7 +246,9 @@ class HiSparseCache(Cache):
             return
         names = ("batch size", "KV heads", "key width", "value width", "dtype", "device")
         wrong = [
-            f"{name} {new}, but {old} is held" for name, new, old in zip(names, got, held, strict=True) if new != old
+            f"{name} {new}, but {old} is held"
+            for name, new, old in zip(names, got, held, strict=True)
+            if new != old
         ]
         raise ValueError(
             f"HiSparseCache, layer {layer_idx}: keys and values with {'; '.join(wrong)}: pass what the tokens held came "
@@ -268,7 +286,9 @@ class HiSparseCache(Cache):
         self._check_whole()
         total = self.get_seq_length() + tokens
         self._plan_growth(
-            total, lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers), f"{total} tokens"
+            total,
+            lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers),
+            f"{total} tokens",
         )
         for layer in self.layers:
             layer.grow(total)  # type: ignore[union-attr]
@@ -368,12 +388,16 @@ class HiSparseCache(Cache):
         hosted = [layer for layer in self.hosted_layers if layer.shape is not None]
         resident = [layer for layer in self.layers if isinstance(layer, ResidentLayer)]
         other = [layer for layer in self.layers if not isinstance(layer, HostedLayer | ResidentLayer)]
-        held = [tensor for layer in other for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)]
+        held = [
+            tensor for layer in other for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)
+        ]
         padding = 0 if self.padding.allowed is None else self.padding.allowed.nbytes
         return Memory(
             buffer_bytes=sum(layer.buffer.buffer_nbytes for layer in hosted),
             selector_bytes=sum(layer.state.nbytes for layer in hosted),
-            table_bytes=sum(layer.table_nbytes for layer in [*hosted, *resident]) + padding,
+            table_bytes=sum(layer.table_nbytes for layer in hosted)
+            + sum(layer.table_nbytes for layer in resident)
+            + padding,
             native_bytes=sum(layer.kv_nbytes for layer in resident) + sum(tensor.nbytes for tensor in held),
             host_bytes=sum(layer.host_nbytes for layer in hosted),
             host_reserved_bytes=sum(layer.pool.area.size for layer in hosted),

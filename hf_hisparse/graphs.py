@@ -54,7 +54,7 @@ class ReplayingForward:
 def wrap_forward(model: PreTrainedModel) -> None:
     """Let `model` replay the decode steps of a `HiSparseCache`."""
     if not isinstance(model.forward, ReplayingForward):
-        model.forward = ReplayingForward(model)  # type: ignore[method-assign]
+        model.forward = ReplayingForward(model)
 
 
 def unwrap_forward(model: PreTrainedModel) -> None:
@@ -98,7 +98,9 @@ class _Step:
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
         self.graph.replay()
-        outputs = {name: value.clone() for name, value in self.outputs.items()}  # the next replay overwrites them
+        outputs = {
+            name: value.clone() for name, value in self.outputs.items()
+        }  # the next replay overwrites them
         return self.kind(**outputs, **{self.cache_name: cache})
 
 
@@ -125,7 +127,12 @@ class DecodeGraphs:
         """Run `forward(**kwargs)`, from a graph where that is possible."""
         cache = self._cache()
         assert cache is not None
-        if not self.enabled or self._refused or not _is_decode(cache, kwargs) or not _only_known(cache, kwargs):
+        if (
+            not self.enabled
+            or self._refused
+            or not _is_decode(cache, kwargs)
+            or not _only_known(cache, kwargs)
+        ):
             return forward(**kwargs)
         tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
         shape = (tokens.shape[0], mask is not None)
@@ -151,7 +158,14 @@ class DecodeGraphs:
         }
         flags = {name: kwargs[name] for name in _FLAGS if name in kwargs}
         weights = next(model.parameters()).data_ptr()
-        key = (id(model), model.training, weights, tuple(flags.items()), inputs["position_ids"].shape, cache.version)
+        key = (
+            id(model),
+            model.training,
+            weights,
+            tuple(flags.items()),
+            inputs["position_ids"].shape,
+            cache.version,
+        )
         step = self._steps.get(shape)
         if step is None or step.key != key:
             self._steps.pop(shape, None)
@@ -160,8 +174,8 @@ class DecodeGraphs:
                 return forward(**kwargs)
             self._steps[shape] = step
         else:
-            for layer in cache.layers:
-                layer.replayed()  # type: ignore[union-attr]
+            for replayed in cache.layers:
+                replayed.replayed()  # type: ignore[union-attr]
         self.replays += 1
         return step.replay(inputs, cache)
 
@@ -221,7 +235,9 @@ def _only_known(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:
     if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
         return False
     mask = kwargs.get("attention_mask")
-    whole_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + 1
+    whole_mask = (
+        isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + 1
+    )
     return (
         kwargs.get("return_dict", True) is True
         and isinstance(kwargs.get("logits_to_keep", 1), int)

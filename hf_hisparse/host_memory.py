@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import re
 import sys
@@ -133,7 +134,7 @@ class PinnedArea:
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Cut a byte range at the borders of pinned pieces: one copy may not span two."""
         cuts = [start, *(edge for edge in self.edges if start < edge < stop), stop]
-        return list(zip(cuts[:-1], cuts[1:], strict=True))
+        return list(itertools.pairwise(cuts))
 
 
 def _unpin(addresses: list[int]) -> None:

@@ -155,9 +155,7 @@ class HostPool:
         lanes, count = records.shape
         slots = torch.arange(count, dtype=torch.int32, device=self.device).expand(lanes, count).contiguous()
         counts = torch.full((lanes,), count, dtype=torch.int32, device=self.device)
-        out = torch.empty(
-            (lanes, count, self.layout.elements), dtype=self.layout.dtype, device=self.device
-        )
+        out = torch.empty((lanes, count, self.layout.elements), dtype=self.layout.dtype, device=self.device)
         fetch(self.records, self.host_rows, MissPlan(records.contiguous(), slots, counts), out)
         return out
 

@@ -16,7 +16,7 @@ from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .padding import Padding
 from .records import RecordLayout
-from .selector import LayerShape, SelectorState
+from .selector import LayerShape
 from .stats import LayerStats
 from .versions import new_version
 
@@ -100,7 +100,7 @@ class HostedLayer(CacheLayerMixin):
     layout: RecordLayout
     pool: HostPool
     buffer: HotBuffer
-    state: SelectorState
+    state: Any  # a `SelectorState`, or what else of that life cycle a family selects from
     position: torch.Tensor  # int64 [1] on the device: where the next token of a decode step goes
 
     # ------------------------------------------------------------------ the cache contract
@@ -132,7 +132,7 @@ class HostedLayer(CacheLayerMixin):
         return HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, shape.device)
 
     @abstractmethod
-    def new_state(self, shape: LayerShape) -> SelectorState:
+    def new_state(self, shape: LayerShape) -> Any:
         """The empty selector state of this layer."""
 
     @abstractmethod
@@ -312,11 +312,11 @@ class HostedLayer(CacheLayerMixin):
         self.steps += 1
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self) -> tuple[int, int]:
         """Tokens and decode steps, all that a decode step changes in Python."""
         return self._length, self.steps
 
-    def restore(self, counts: tuple[int, ...]) -> None:
+    def restore(self, counts: tuple[int, int]) -> None:
         """Back to `counts`: a capture failed before anything ran."""
         self._length, self.steps = counts
         self._new = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 
 
@@ -16,6 +18,10 @@ def check_mask(mask: object, where: str) -> None:
     )
 
 
+@overload
+def allowed_keys(mask: torch.Tensor, batch: int) -> torch.Tensor: ...
+@overload
+def allowed_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None: ...
 def allowed_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
     """A model's mask, bool or additive ``[batch or 1, 1, S, T]``, as bool ``[batch, S, T]``: True where a key may be read."""
     if mask is None:

@@ -24,8 +24,8 @@ from .records import RecordLayout, moved
 if TYPE_CHECKING:
     from .models.mla import LatentLayer
 
-# A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's shared memory,
-# which it gives back only when its programs have ended. So many programs are enough for the link.
+# A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's
+# shared memory, which it gives back only when its programs have ended. So many programs are enough for the link.
 _BACKGROUND_PROGRAMS = 2
 
 
@@ -66,7 +66,9 @@ class FollowerBuffer:
     def __init__(self, leader: HotBuffer, layout: RecordLayout) -> None:
         self.leader = leader
         lanes, slots, _ = leader.data.shape
-        self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=leader.data.device)
+        self.data = torch.empty(
+            (lanes, slots, layout.elements), dtype=layout.dtype, device=leader.data.device
+        )
 
     @property
     def page_table(self) -> torch.Tensor:
@@ -105,7 +107,12 @@ class FollowerBuffer:
         fetch(pool.records, pool.host_rows, plan, self.data, programs)
 
     def write(
-        self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, slots: torch.Tensor, pool: HostPool
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        position: torch.Tensor,
+        slots: torch.Tensor,
+        pool: HostPool,
     ) -> None:
         """Store one new token per lane to the host and to the slot that the leader has given it."""
         write_row(keys, values, position, slots, pool.records, pool.host_rows, self.data)
@@ -132,13 +139,25 @@ class Group:
         self.members = members
         for member in members:
             member.group = self
-            if member.is_initialized and isinstance(member.buffer, FollowerBuffer):
-                member.buffer.leader = self.leader_of(member, member.position.device).buffer  # type: ignore[union-attr]
+            if member.is_initialized and isinstance(member.buffer, FollowerBuffer):  # of a copied cache
+                leading = self.leading_buffer(member, member.position.device)
+                assert leading is not None
+                member.buffer.leader = leading
 
     def leader_of(self, member: LatentLayer, device: torch.device) -> LatentLayer | None:
         """The first layer before `member` on the same device, None if it leads itself."""
         before = self.members[: self.members.index(member)]
-        return next((other for other in before if other.is_initialized and other.position.device == device), None)
+        return next(
+            (other for other in before if other.is_initialized and other.position.device == device), None
+        )
+
+    def leading_buffer(self, member: LatentLayer, device: torch.device) -> HotBuffer | None:
+        """The hot buffer whose slots `member` uses, None for its own."""
+        leader = self.leader_of(member, device)
+        if leader is None:
+            return None
+        assert isinstance(leader.buffer, HotBuffer)
+        return leader.buffer
 
     def followers_of(self, leader: LatentLayer) -> list[LatentLayer]:
         """The layers that replay what `leader` does."""

@@ -74,9 +74,7 @@ class RecordLayout:
 
         return torch.cat([cut(keys), cut(values)], dim=2)
 
-    def pack_selected(
-        self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor
-    ) -> torch.Tensor:
+    def pack_selected(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """Collect chosen records of a history that lies in `keys` and `values` from position 0 on.
 
         Parameters

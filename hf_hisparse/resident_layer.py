@@ -123,7 +123,7 @@ class ResidentLayer(DynamicLayer):
         return self._view(slice(None, self.key_width)) if self.is_initialized else None
 
     @keys.setter
-    def keys(self, value: None) -> None:
+    def keys(self, value: torch.Tensor | None) -> None:
         assert value is None  # what the base class starts with
 
     @property
@@ -132,7 +132,7 @@ class ResidentLayer(DynamicLayer):
         return self._view(slice(self.key_width, None)) if self.is_initialized else None
 
     @values.setter
-    def values(self, value: None) -> None:
+    def values(self, value: torch.Tensor | None) -> None:
         assert value is None
 
     def _view(self, columns: slice) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Stats:
 
     def __repr__(self) -> str:
         head = f"{'layer':>6} {'steps':>7} {'selected':>12} {'hits':>12} {'misses':>12} {'hit rate':>9} {'MB fetched':>11}"
-        rows = [(str(layer.layer_idx), layer) for layer in self.layers]
+        rows: list[tuple[str, LayerStats | Stats]] = [(str(layer.layer_idx), layer) for layer in self.layers]
         lines = [head]
         for name, row in [*rows, ("all", self)]:
             lines.append(

@@ -22,7 +22,7 @@ class MissPlan(NamedTuple):
 
     records: torch.Tensor
     slots: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # a tuple's own `count` is not needed
 
     @classmethod
     def empty(cls, lanes: int, k: int, device: torch.device | str) -> MissPlan:

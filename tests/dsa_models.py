@@ -60,7 +60,9 @@ def _mistral(pattern: str) -> PreTrainedModel:
     """Its second layer has no rotary embedding, so its records are narrower."""
     text = _config("MistralLarge4Text", len(pattern), no_rope_layers=[1, 0, 1, 1], index_topk_pattern=pattern)
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = transformers.MistralLarge4Config(text_config=text, vision_config={"model_type": "pixtral", **vision})
+    config = transformers.MistralLarge4Config(
+        text_config=text, vision_config={"model_type": "pixtral", **vision}
+    )
     return transformers.MistralLarge4ForConditionalGeneration(config)
 
 
@@ -99,7 +101,9 @@ _ALL_MODELS = {
 # Those that the installed transformers has.
 _SINCE = {"dots3_note": "Dots3NoteForCausalLM", "mistral_large4": "MistralLarge4ForConditionalGeneration"}
 DSA_MODELS = {
-    name: build for name, build in _ALL_MODELS.items() if name not in _SINCE or hasattr(transformers, _SINCE[name])
+    name: build
+    for name, build in _ALL_MODELS.items()
+    if name not in _SINCE or hasattr(transformers, _SINCE[name])
 }
 
 

@@ -52,7 +52,9 @@ def build(layers: int, toy: bool, device: str, dtype: torch.dtype) -> PreTrained
     torch.manual_seed(0)
     with torch.device(device):
         model = DeepseekV32ForCausalLM._from_config(config, dtype=dtype).eval()
-    with torch.no_grad():  # weights of unit gain: with the usual 0.02 attention is uniform, and any selection looks right
+    with (
+        torch.no_grad()
+    ):  # weights of unit gain: with the usual 0.02 attention is uniform, and any selection looks right
         for weight in model.parameters():
             if weight.ndim == 2:
                 weight.normal_(0, weight.shape[1] ** -0.5)
@@ -60,7 +62,9 @@ def build(layers: int, toy: bool, device: str, dtype: torch.dtype) -> PreTrained
 
 
 @torch.no_grad()
-def run(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def run(
+    model: PreTrainedModel, cache: Cache, ids: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Prefill all but `steps` tokens, then feed those one by one; the logits of all calls' last rows, and what it took."""
     cuda = model.device.type == "cuda"
     if cuda:
@@ -83,7 +87,9 @@ def run(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, steps: int) -> 
 
 def main() -> None:
     """Compare, then run the long prompt; write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--compare", type=int, default=6144)
@@ -124,7 +130,13 @@ def main() -> None:
     logits, result = run(model, cache, ids, args.steps)
     assert torch.isfinite(logits).all()
     stats = cache.stats()
-    note(tokens=args.tokens, dtype=str(model.dtype), cache="HiSparseCache", **result, hit_rate=round(stats.hit_rate, 4))
+    note(
+        tokens=args.tokens,
+        dtype=str(model.dtype),
+        cache="HiSparseCache",
+        **result,
+        hit_rate=round(stats.hit_rate, 4),
+    )
     print(cache)
     write_csv(args.output, rows)
     print(f"written: {args.output}")

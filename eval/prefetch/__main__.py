@@ -1,12 +1,15 @@
-"""What exact prefetch hides: decode steps of a GLM-5-like stack, with everything resident, without prefetch, with it, and without IO.
+"""What exact prefetch hides, in decode steps of a GLM-5-like stack.
+
+Everything resident, fetched synchronously, prefetched, and an oracle without IO, side by side:
 
     python -m eval.prefetch            # on a GPU; writes eval/results/prefetch.csv
     python -m eval.prefetch --quick    # toy sizes, on a CPU too, to see that it works
 
-The model is transformers' GLM-5 with its true attention sizes, few layers (one full to three shared), small dense MLPs and random
-weights. The history is random rows put into the cache directly. Selections come from a synthetic trace with the miss curve of the
-HiSparse paper (see eval.traces); the model's own indexer runs too, and its answer is dropped. "oracle" skips every read of the host:
-its output is invalid and its time bounds what any prefetch can reach. Only this program can switch it on.
+The model is transformers' GLM-5 with its true attention sizes, few layers (one full to three shared), small dense
+MLPs and random weights. The history is random rows put into the cache directly. Selections come from a synthetic trace
+with the miss curve of the HiSparse paper (see eval.traces); the model's own indexer runs too, and its answer is dropped.
+"oracle" skips every read of the host: its output is invalid and its time bounds what any prefetch can reach. Only this
+program can switch it on.
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ class TracePlayer:
     def __init__(self, indexer: torch.nn.Module, trace: torch.Tensor) -> None:
         self.forward = indexer.forward
         self.trace = trace  # int32 [steps, batch, k]
-        self.step = torch.zeros(1, dtype=torch.int64, device=trace.device)  # on the device: steps are replayed from a graph
+        self.step = torch.zeros(
+            1, dtype=torch.int64, device=trace.device
+        )  # on the device: steps are replayed from a graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.forward(*args, **kwargs)
@@ -173,7 +178,9 @@ def compare(
 
 def main() -> None:
     """Measure, print, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=16, help="a multiple of 4: one full, three shared")
     parser.add_argument("--histories", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--batch", type=int, default=8)

@@ -17,9 +17,7 @@ from .mla import LatentLayer
 _OLD_FORWARD = "_old_forward"  # where accelerate's hooks keep the forward that they wrap
 
 
-def expand_kv(
-    self: torch.nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The `expand_kv` of an attention module; for a hosted layer the identity, so that latents reach cache and attention."""
     call = current_call()
     hosted = call is not None and isinstance(call.cache.layers[self.layer_idx], LatentLayer)
@@ -46,11 +44,15 @@ def disable_dsa(model: PreTrainedModel) -> None:
             _restore(attention.indexer, "forward", sliced_forward)
 
 
-def _attentions(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, torch.nn.Module]]:
+def _attentions(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, Any]]:
     """The attention modules with a latent cache and a place for an indexer, each with the decoder it is in."""
     for decoder in model.modules():
         if isinstance(decoder, PreTrainedModel):
-            inner = [child for child in decoder.modules() if isinstance(child, PreTrainedModel) and child is not decoder]
+            inner = [
+                child
+                for child in decoder.modules()
+                if isinstance(child, PreTrainedModel) and child is not decoder
+            ]
             below = {id(module) for child in inner for module in child.modules()}
             for module in decoder.modules():
                 if id(module) not in below and hasattr(module, "expand_kv") and hasattr(module, "indexer"):

@@ -88,7 +88,9 @@ def family_of(
     decoder = config.get_text_config(decoder=True)
     if mla_mode not in MLA_MODES:
         raise ValueError(f"mla_mode={mla_mode!r}, must be one of {MLA_MODES}")
-    if any(getattr(decoder, "kv_sharing_modes", None) or ()) or getattr(decoder, "num_kv_shared_layers", None):
+    if any(getattr(decoder, "kv_sharing_modes", None) or ()) or getattr(
+        decoder, "num_kv_shared_layers", None
+    ):
         raise ValueError(
             f"HiSparseCache: layers of {decoder.model_type!r} share keys and values, which is not supported: use DynamicCache"
         )
@@ -99,7 +101,9 @@ def family_of(
             decoder, layers, indexed, mla_mode=mla_mode, prefill_memory=prefill_memory, prefetch=prefetch
         )
     if mla_mode != "absorb":
-        raise ValueError(f"mla_mode={mla_mode!r} is for models with latent attention, {decoder.model_type!r} has none")
+        raise ValueError(
+            f"mla_mode={mla_mode!r} is for models with latent attention, {decoder.model_type!r} has none"
+        )
     return _selector_family(decoder, layers, selector)
 
 
@@ -120,7 +124,9 @@ def _indexed_layers(decoder: PreTrainedConfig, layers: list[Any], selector: Sele
     return indexed
 
 
-def _selector_family(decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None) -> SelectorFamily:
+def _selector_family(
+    decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None
+) -> SelectorFamily:
     if selector is None:
         raise ValueError(
             "HiSparseCache: selector=None, but the model brings no selection of its own: pass one, for example "
@@ -132,7 +138,9 @@ def _selector_family(decoder: PreTrainedConfig, layers: list[Any], selector: Sel
             "dense_layers, new_state); pass for example Quest(token_budget=2048)"
         )
     # Exactly DynamicLayer: its subclasses keep a window or a state of their own and stay native.
-    hosted = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers]
+    hosted = [
+        i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers
+    ]
     if not hosted:
         kinds = sorted({type(layer).__name__ for layer in layers})
         raise ValueError(

@@ -22,9 +22,7 @@ class GqaLayer(HostedLayer):
 
     state: SelectorState
 
-    def __init__(
-        self, layer_idx: int, settings: LayerSettings, padding: Padding, selector: Selector
-    ) -> None:
+    def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding, selector: Selector) -> None:
         super().__init__(layer_idx, settings, padding)
         self.selector = selector
 

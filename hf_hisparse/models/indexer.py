@@ -28,13 +28,11 @@ class IndexerKeys:
     Attributes
     ----------
     keys : ``[batch, capacity, width]`` or None
-    length : int
-        Tokens held.
+        By cache position.
     """
 
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None
-        self.length = 0
         self._capacity = 0
 
     @property
@@ -44,29 +42,27 @@ class IndexerKeys:
 
     def grow(self, records: int) -> None:
         """Make room for `records` tokens."""
-        self._capacity = max(self._capacity, records)
-        if self.keys is not None and self.keys.shape[1] < self._capacity:
-            old = self.keys
-            self.keys = old.new_empty((old.shape[0], self._capacity, old.shape[2]))
-            self.keys[:, : self.length] = old[:, : self.length]
+        missing = records - self._capacity
+        if missing > 0:
+            self._capacity = records
+            if self.keys is not None:
+                self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, missing))
 
-    def append(self, keys: torch.Tensor) -> torch.Tensor:
-        """Take ``[batch, T, width]``; all keys held, as a view ``[batch, length, width]``."""
+    def write(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+        """Take ``[batch, T, width]`` from position `start` on; the keys up to there, a view ``[batch, start + T, width]``."""
         if self.keys is None:
-            self.keys = keys.new_empty((keys.shape[0], self._capacity, keys.shape[2]))
-        start, self.length = self.length, self.length + keys.shape[1]
-        self.keys[:, start : self.length] = keys
-        return self.keys[:, : self.length]
+            self.keys = keys.new_zeros((keys.shape[0], self._capacity, keys.shape[2]))
+        stop = start + keys.shape[1]
+        self.keys[:, start:stop] = keys
+        return self.keys[:, :stop]
 
-    def append_at(self, position: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def write_at(self, keys: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Take ``[batch, 1, width]`` at `position`, int64 ``[1]``; all there is room for, ``[batch, capacity, width]``."""
         assert self.keys is not None
-        self.length += 1
         return self.keys.index_copy_(1, position, keys)
 
     def crop(self, tokens: int) -> None:
-        """Forget the tokens from position `tokens` on."""
-        self.length = min(self.length, tokens)
+        """Nothing to forget: a position is written again before it is read."""
 
     def rearrange(self, lanes: torch.Tensor) -> None:
         """Let lane `i` hold what lane ``lanes[i]`` held."""
@@ -76,12 +72,12 @@ class IndexerKeys:
     def clone(self) -> IndexerKeys:
         """An independent copy."""
         other = IndexerKeys()
-        other.__dict__.update(self.__dict__)
         other.keys = None if self.keys is None else self.keys.clone()
+        other._capacity = self._capacity
         return other
 
 
-def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of an indexer; with `HiSparseCache` on slices of the queries, where their scores would take much memory.
 
     The model's own code runs on each slice: its projections, its rotary embedding, its top-k. In a long call the scores
@@ -103,7 +99,9 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
     if not lazily and _slice_rows(self, layer, batch, fused=False) >= rows:
         return forward(*args, **kwargs)
 
-    indices = torch.full((batch, rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=mask.device)
+    indices = torch.full(
+        (batch, rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=mask.device
+    )
     first = 0
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily and mask.is_cuda), rows)
@@ -114,7 +112,7 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
             part["attention_mask"] = causal_rows(padding[:, :stop], start)
         else:
             part["attention_mask"] = mask[:, first:last, :stop]
-        sliced = inspect.BoundArguments(bound.signature, part)  # type: ignore[arg-type]
+        sliced = inspect.BoundArguments(bound.signature, part)
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
         except _UnknownScores:
@@ -125,7 +123,7 @@ def sliced_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Te
     return indices
 
 
-def _slice_rows(indexer: torch.nn.Module, layer: Any, batch: int, fused: bool) -> int:
+def _slice_rows(indexer: Any, layer: Any, batch: int, fused: bool) -> int:
     """Rows per slice such that the extra memory stays within the setting."""
     heads = getattr(indexer, "n_heads", None) or indexer.config.index_n_heads
     width = getattr(indexer, "head_dim", None) or indexer.config.index_head_dim
@@ -154,8 +152,7 @@ class _SlicedCache:
         self.layer, self.start, self.lazily = layer, start, lazily
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Any:
-        self.layer.state.crop(self.start)  # a slice may be tried twice
-        held = self.layer.update_indexer(keys)
+        held = self.layer.state.write(keys, self.start)
         return _Keys(held, self.start) if self.lazily else held
 
 
@@ -211,7 +208,9 @@ class _Keys:
         raise _UnknownScores(f".{name}")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if function in (torch.nn.functional.relu, torch.relu):
             return args[0]._step("relu")
         if function is torch.matmul and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):

@@ -72,17 +72,13 @@ class LatentLayer(HostedLayer):
 
     def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer | FollowerBuffer:  # type: ignore[override]
         """Data alone if another layer of the group on this device leads."""
-        leader = self.group.leader_of(self, shape.device)
-        if leader is None:
-            return super().new_buffer(shape, layout)
-        assert isinstance(leader.buffer, HotBuffer)
-        return FollowerBuffer(leader.buffer, layout)
+        leading = self.group.leading_buffer(self, shape.device)
+        return super().new_buffer(shape, layout) if leading is None else FollowerBuffer(leading, layout)
 
     def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
         if not super()._fits(shape, layout):
             return False
-        leader = self.group.leader_of(self, shape.device)
-        return getattr(self.buffer, "leader", None) is (None if leader is None else leader.buffer)
+        return getattr(self.buffer, "leader", None) is self.group.leading_buffer(self, shape.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -92,21 +88,22 @@ class LatentLayer(HostedLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Take the indexer keys ``[batch, T, width]`` of new tokens; those of all tokens, ``[batch, total, width]``.
+        """Take the indexer keys ``[batch, T, width]`` of the new tokens; those of all tokens, ``[batch, total, width]``.
 
         Raises
         ------
         RuntimeError
-            If the layer does not hold these tokens.
+            If these are not the tokens that `update` took last.
         """
-        if self.state.length + indexer_key_states.shape[1] > self.get_seq_length():
+        new = self.new_tokens()
+        if indexer_key_states.shape[1] != new.keys.shape[2]:
             raise RuntimeError(
-                f"{self.name}: indexer keys of {self.state.length} + {indexer_key_states.shape[1]} tokens, but "
-                f"{self.get_seq_length()} are held: call cache.reset() and start again"
+                f"{self.name}: indexer keys of {indexer_key_states.shape[1]} tokens, but {new.keys.shape[2]} are new: call "
+                "cache.reset() and start again"
             )
         if self.padding.capturing:
-            return self.state.append_at(self.position, indexer_key_states)
-        return self.state.append(indexer_key_states)
+            return self.state.write_at(indexer_key_states, self.position)
+        return self.state.write(indexer_key_states, new.start)
 
     @property
     def obstacle(self) -> str | None:  # type: ignore[override]
@@ -117,21 +114,11 @@ class LatentLayer(HostedLayer):
             return "kv_b_proj is no plain linear layer: its effective weight may change unseen"
         return None
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """See `HostedLayer.counts`; the indexer keys are counted on their own."""
-        return (*super().counts, self.state.length)
-
-    def replayed(self) -> None:
-        """See `HostedLayer.replayed`."""
-        super().replayed()
-        self.state.length += self.state.keys is not None
-
     # ------------------------------------------------------------------ attention
 
     def attend(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         mask: torch.Tensor | None,
         base: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
@@ -156,7 +143,7 @@ class LatentLayer(HostedLayer):
 
     def _absorbed(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         rows: torch.Tensor,
         selection: torch.Tensor,
@@ -168,7 +155,7 @@ class LatentLayer(HostedLayer):
 
     def _prefill(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         mask: torch.Tensor,
         indices: torch.Tensor,
@@ -182,19 +169,24 @@ class LatentLayer(HostedLayer):
         rows = self._all_rows()
         if expanded is not None:
             keys, values = expanded.expand(rows)
-        outputs = []
+        output = None
         step = self._slice_rows(query, rows, indices.shape[2])
         for first in range(0, count, step):
             last = min(first + step, count)
             part, chosen = query[:, :, first:last], indices[:, first:last]
             if expanded is not None:
-                outputs.append(expanded.attend(part, keys, values, masks.in_full(first, last), chosen))
+                result = expanded.attend(part, keys, values, masks.in_full(first, last), chosen)
             else:
                 selection = masks.readable(chosen, first).flatten(0, 1)
-                outputs.append(self._absorbed(module, part, rows, selection, selection, scaling))
+                result = self._absorbed(module, part, rows, selection, selection, scaling)
+            if output is None:
+                output = result.new_empty((batch, count, *result.shape[2:])) if last < count else result
+            if output is not result:
+                output[:, first:last] = result
+        assert output is not None
         self.pool.write_records(self.new_tokens().start, rows[:, self.new_tokens().start :])
         self._warm(masks.readable(indices[:, -1:], count - 1)[:, 0], rows)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return output
 
     def _slice_rows(self, query: torch.Tensor, rows: torch.Tensor, k: int) -> int:
         """Query rows per slice such that the extra memory stays within the setting."""
@@ -202,7 +194,9 @@ class LatentLayer(HostedLayer):
         if self.settings.mla_mode == "expand":
             per_row = 8 * heads * rows.shape[1]  # scores, or a mask
         else:
-            per_row = 16 * heads * self.layout.elements + 24 * k  # folded query and output, partial sums, selection
+            per_row = (
+                16 * heads * self.layout.elements + 24 * k
+            )  # folded query and output, partial sums, selection
             if not query.is_cuda:
                 per_row += 12 * k * self.layout.elements  # the reference gathers
         return max(1, self.settings.prefill_memory // (batch * per_row))
@@ -225,7 +219,7 @@ class LatentLayer(HostedLayer):
 
     def _decode(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         mask: torch.Tensor,
         indices: torch.Tensor,
@@ -235,7 +229,8 @@ class LatentLayer(HostedLayer):
         """One new token after another, each with the selection that the model made for it."""
         new = self.new_tokens()
         selections = readable(indices, allowed_keys(mask, query.shape[0]))
-        selections = torch.nn.functional.pad(selections, (0, self.settings.top_k - indices.shape[2]), value=-1)
+        if (missing := self.settings.top_k - indices.shape[2]) > 0:  # one shape for all steps
+            selections = torch.nn.functional.pad(selections, (0, missing), value=-1)
         self.replays = []
         outputs = []
         for i in range(query.shape[2]):
@@ -295,11 +290,10 @@ class LatentLayer(HostedLayer):
         self.prefetched = None
         super().reset()
 
-    def restore(self, counts: tuple[int, ...]) -> None:
+    def restore(self, counts: tuple[int, int]) -> None:
         """Back to `counts`; an event of the failed capture must not be waited for."""
         self.prefetched = None
-        *counts, self.state.length = counts
-        super().restore(tuple(counts))
+        super().restore(counts)
 
 
 class PrefillMask:
@@ -337,7 +331,9 @@ class PrefillMask:
             return self.mask[:, :, first:last]
         keys = torch.arange(self.mask.shape[-1], device=self.mask.device)
         future = keys > keys[self.start + first : self.start + last, None]
-        return self.mask.masked_fill(future, torch.finfo(self.mask.dtype).min if self.mask.is_floating_point() else False)
+        return self.mask.masked_fill(
+            future, torch.finfo(self.mask.dtype).min if self.mask.is_floating_point() else False
+        )
 
 
 class LatentFamily:
@@ -353,7 +349,9 @@ class LatentFamily:
         self.budget = f"the model's index_topk={self.top_k}"
         self.hosted = indexed
         self._settings = settings  # of `LatentSettings`
-        self._shared = {i for i, kind in enumerate(getattr(decoder, "indexer_types", None) or ()) if kind == "shared"}
+        self._shared = {
+            i for i, kind in enumerate(getattr(decoder, "indexer_types", None) or ()) if kind == "shared"
+        }
         self._layers = layers
 
     def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:

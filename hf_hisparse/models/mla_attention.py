@@ -36,9 +36,14 @@ class UpProjection:
 
     def matrix(self, linear: torch.nn.Module, latent: int, like: torch.Tensor) -> torch.Tensor:
         """``[heads * (nope + value), latent]`` in the dtype and on the device of `like`."""
-        weight = getattr(linear, "weight", None)
+        weight: Any = getattr(linear, "weight", None)
         hooks = linear._forward_hooks or linear._forward_pre_hooks
-        if type(linear) is torch.nn.Linear and weight.dtype == like.dtype and weight.device == like.device and not hooks:
+        if (
+            type(linear) is torch.nn.Linear
+            and weight.dtype == like.dtype
+            and weight.device == like.device
+            and not hooks
+        ):
             return weight
         version = (_version(linear), like.dtype, like.device)
         if self._matrix is None or version != self._version:
@@ -49,7 +54,9 @@ class UpProjection:
 
 def _version(linear: torch.nn.Module) -> tuple[Any, ...]:
     tensors = (*linear.parameters(), *linear.buffers())
-    adapters = [str(getattr(linear, name, None)) for name in ("active_adapters", "disable_adapters", "scaling")]
+    adapters = [
+        str(getattr(linear, name, None)) for name in ("active_adapters", "disable_adapters", "scaling")
+    ]
     counts = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
     return (*adapters, *counts)
 
@@ -102,7 +109,7 @@ class ExpandedAttention:
     last bit; those that no row reads are zero.
     """
 
-    def __init__(self, module: torch.nn.Module, base: Base, latent: int, kwargs: dict[str, Any]) -> None:
+    def __init__(self, module: Any, base: Base, latent: int, kwargs: dict[str, Any]) -> None:
         self.module = module
         self.base = base
         self.latent = latent
@@ -137,9 +144,9 @@ class ExpandedAttention:
         """Attention of one row over gathered rows ``[batch, k, latent + rope]`` of the records `selection` ``[batch, k]``."""
         lane, at = (selection >= 0).nonzero(as_tuple=True)
         record = selection[lane, at].long()
-        full = []
+        full: list[torch.Tensor] = []
         for part in self.expand(rows):
             placed = part.new_zeros((*part.shape[:2], mask.shape[-1], part.shape[3]))
             placed[lane, :, record] = part[lane, :, at]
             full.append(placed)
-        return self.attend(query, *full, mask, indices)
+        return self.attend(query, full[0], full[1], mask, indices)

@@ -101,7 +101,9 @@ def test_expanded_gives_the_same_bits(name, dtype, attention):
     """
     twins = dsa_twins(name, "cpu", 0, dtype, attention)
     for scenario in ("greedy", "beams_left_padded"):
-        assert_parity(twins, scenario, same_bits=dtype is torch.bfloat16, device_buffer_tokens=TOP_K, mla_mode="expand")
+        assert_parity(
+            twins, scenario, same_bits=dtype is torch.bfloat16, device_buffer_tokens=TOP_K, mla_mode="expand"
+        )
 
 
 def test_small_buffers_miss_and_large_ones_hit(device):

@@ -16,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
 from hf_hisparse.active import current_call
+from hf_hisparse.graphs import as_captured
 from hf_hisparse.models import indexer as indexer_module
 from hf_hisparse.models.indexer import IndexerKeys
 from hf_hisparse.models.mla_attention import UpProjection, absorbed_attention
@@ -76,7 +77,9 @@ def _traces(model) -> list[str]:
     """What of ours is left in a model."""
     found = []
     for name, module in model.named_modules():
-        overridden = [key for key in ("forward", "expand_kv", "_old_forward", "_hisparse_hooks") if key in vars(module)]
+        overridden = [
+            key for key in ("forward", "expand_kv", "_old_forward", "_hisparse_hooks") if key in vars(module)
+        ]
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         found += [f"{name}.{key}" for key in overridden] + [f"{name} hooks"] * hooks
     return found
@@ -218,7 +221,7 @@ def test_refusals(model):
     qwen = transformers.Qwen3Config(num_hidden_layers=2, layer_types=None)
     with pytest.raises(ValueError, match="latent attention"):
         HiSparseCache(qwen, Quest(), mla_mode="expand")
-    with pytest.raises(ValueError, match="glm5_next.*DynamicCache"):
+    with pytest.raises(ValueError, match=r"glm5_next.*DynamicCache"):
         HiSparseCache(transformers.Glm5NextTextConfig(num_hidden_layers=4))
 
 
@@ -238,7 +241,11 @@ def test_the_cache_tells_what_it_is(model):
     cache = HiSparseCache(model)
     _logits(model, prompt(2, 300), cache)
     text = repr(cache)
-    assert "glm_moe_dsa" in text and f"index_topk={TOP_K}" in text and f"device_buffer_tokens={2 * TOP_K}" in text
+    assert (
+        "glm_moe_dsa" in text
+        and f"index_topk={TOP_K}" in text
+        and f"device_buffer_tokens={2 * TOP_K}" in text
+    )
     record = (32 + 8) * 4
     memory = cache.memory()
     assert memory.buffer_bytes == 4 * 2 * (2 * TOP_K) * record
@@ -256,33 +263,43 @@ def test_the_cache_tells_what_it_is(model):
 def test_indexer_keys_grow_without_moving_at_each_token():
     keys, state = torch.randn(2, 50, 4), IndexerKeys()
     state.grow(40)
-    assert torch.equal(state.append(keys[:, :30]), keys[:, :30])
+    assert torch.equal(state.write(keys[:, :30], 0), keys[:, :30])
     place = state.keys.data_ptr()
-    for i in range(30, 40):
-        held = state.append(keys[:, i : i + 1])
-        assert held.data_ptr() == place and held.shape == (2, i + 1, 4)
+    for i in range(30, 35):
+        held = state.write(keys[:, i : i + 1], i)
+        assert held.data_ptr() == place
+        assert torch.equal(held, keys[:, : i + 1])
+    for i in range(35, 40):  # in a captured step
+        held = state.write_at(keys[:, i : i + 1], torch.tensor([i]))
+        assert held.data_ptr() == place
+        assert held.shape == (2, 40, 4)
     state.grow(60)
-    assert torch.equal(state.append(keys[:, 40:]), keys)
+    assert torch.equal(state.write(keys[:, 40:], 40), keys)
+    assert state.keys.isfinite().all()
     twin = state.clone()
-    state.crop(20)
-    state.append(-keys[:, :5])
+    state.write(-keys[:, :5], 20)
     assert torch.equal(twin.keys[:, :50], keys)
     state.rearrange(torch.tensor([1, 1, 0]))
-    assert torch.equal(state.append(torch.zeros(3, 0, 4))[:, :20], keys[[1, 1, 0], :20])
+    assert torch.equal(state.keys[:, :20], keys[[1, 1, 0], :20])
     assert state.nbytes == 3 * 60 * 4 * 4
 
 
 def test_indexer_keys_of_tokens_that_are_not_there_are_refused(model):
     cache = HiSparseCache(model)
     _logits(model, prompt(1, 60), cache)
-    with pytest.raises(RuntimeError, match=r"reset\(\)"):
+    with pytest.raises(RuntimeError):
         cache.update_indexer(torch.zeros(1, 1, 16), 0)
+    cache.update(torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2, 8), 1)
+    with pytest.raises(RuntimeError, match=r"keys of 3 tokens, but 2 are new.*reset\(\)"):
+        cache.update_indexer(torch.zeros(1, 3, 16), 1)
 
 
 def _selections(model, ids, cache, mask=None):
     """What each indexer selects in one call."""
     seen = []
-    indexers = [layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None]
+    indexers = [
+        layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None
+    ]
     handles = [indexer.register_forward_hook(lambda *args: seen.append(args[2])) for indexer in indexers]
     _logits(model, ids, cache, mask)
     for handle in handles:
@@ -301,12 +318,17 @@ def test_slices_select_what_the_model_selects(name, memory, monkeypatch):
     fused = []
     kernel = indexer_module.lightning_indexer
     monkeypatch.setattr(
-        indexer_module, "lightning_indexer", lambda *args: (fused.append(args[0].shape), kernel(*args))[1]
+        indexer_module,
+        "lightning_indexer",
+        lambda *args: (fused.append((args[0].shape, args[5])), kernel(*args))[1],
     )
     cache = HiSparseCache(twins.enabled, mla_mode="expand", prefill_memory=memory)
     expected = _selections(twins.native, ids, DynamicCache(config=twins.native.config), mask)
     ours = _selections(twins.enabled, ids, cache, mask)
-    assert sum(shape[1] for shape in fused) == length * len(ours), "each query was scored once, by the kernel"
+    assert sum(shape[1] for shape, _ in fused) == length * len(ours), (
+        "each query was scored once, by the kernel"
+    )
+    assert {scale for _, scale in fused} == {1.0 if name == "hy_v4" else 16**-0.5}
     assert (len(fused) > len(ours)) == (memory != "2GiB")
     own = torch.arange(length)[:, None]
     allowed = (torch.arange(length) <= own) & mask[:, None].bool()
@@ -323,7 +345,16 @@ def test_an_unknown_indexer_runs_its_own_code_on_slices(model, monkeypatch):
     plain = type(model.model.layers[0].self_attn.indexer)
 
     class Clamped(plain):
-        def forward(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, cache=None, **kwargs):
+        def forward(
+            self,
+            hidden_states,
+            q_resid,
+            position_embeddings,
+            attention_mask,
+            position_ids,
+            cache=None,
+            **kwargs,
+        ):
             cos, sin = position_embeddings
             query = self.wq_b(q_resid).view(*hidden_states.shape[:2], self.n_heads, self.head_dim)
             # The same token gives the same keys, and its scores would tie.
@@ -359,7 +390,9 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        held = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        held = {
+            each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)
+        }
         for tensor in tree_leaves(output):
             if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in held:
                 nbytes = tensor.untyped_storage().nbytes()
@@ -484,6 +517,35 @@ def test_absorbed_is_as_exact_as_the_models_attention(dtype):
     assert error(ours) <= 1.25 * error(models)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["v32", "glm_FSSF"])
+def test_steps_as_they_are_captured(name, attention, padded):
+    """A captured step scores all keys that there is room for, and its mask hides those that are not there yet."""
+    twins = dsa_twins(name, "cpu", 2, torch.float32, attention)
+    ids = prompt(2, 120)
+    mask = torch.ones(2, 140, dtype=torch.long)
+    mask[1, :50] = 0 if padded else 1
+    ours, theirs = (
+        HiSparseCache(twins.enabled, device_buffer_tokens=45),
+        DynamicCache(config=twins.native.config),
+    )
+    _logits(twins.enabled, ids, ours, mask[:, :120])
+    _logits(twins.native, ids, theirs, mask[:, :120])
+    for layer in ours.hosted_layers:
+        if layer.state.keys is not None:
+            layer.state.keys[:, 120:] = 9.0  # what must not be read
+    for length in range(121, 135):
+        token, seen = prompt(2, 1, seed=length), mask[:, :length]
+        expected = _logits(twins.native, token, theirs, seen)
+        ours.make_room(1)
+        if padded:
+            ours.padding.take(seen, ours.capacity)
+        with as_captured(ours, padded):
+            logits = _logits(twins.enabled, token, ours)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 # ---------------------------------------------------------------------- groups of layers
 
 
@@ -557,8 +619,23 @@ def test_a_group_over_several_devices_leads_on_each(monkeypatch):
     for part in (ids[:, :290], ids[:, 290:291], ids[:, 291:299], ids[:, 299:]):
         ours, expected = _logits(twins.enabled, part, cache), _logits(twins.native, part, native)
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
-    leaders = [layer.layer_idx for layer in cache.hosted_layers if not isinstance(layer.buffer, FollowerBuffer)]
+    leaders = [
+        layer.layer_idx for layer in cache.hosted_layers if not isinstance(layer.buffer, FollowerBuffer)
+    ]
     assert leaders == [0, 1, 2, 4]
+    _assert_slots_hold_their_records(cache)
+
+    monkeypatch.undo()  # all on one device again
+    cache.reset()
+    expected = _logits(twins.native, ids)
+    torch.testing.assert_close(
+        _logits(twins.enabled, ids[:, :290], cache), expected[:, :290], atol=1e-4, rtol=0
+    )
+    leaders = [
+        layer.layer_idx for layer in cache.hosted_layers if not isinstance(layer.buffer, FollowerBuffer)
+    ]
+    assert leaders == [0, 1, 2]
+    _logits(twins.enabled, ids[:, 290:], cache)
     _assert_slots_hold_their_records(cache)
 
 

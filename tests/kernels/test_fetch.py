@@ -99,9 +99,7 @@ def test_kernel_is_the_reference(device, batch, heads, k, slots, capacity, recor
 
 @pytest.mark.parametrize("programs", [1, 7, 16])
 @pytest.mark.parametrize(FIELDS, SMALL + BIG)
-def test_few_programs_copy_the_same(
-    device, batch, heads, k, slots, capacity, record_width, dtype, programs
-):
+def test_few_programs_copy_the_same(device, batch, heads, k, slots, capacity, record_width, dtype, programs):
     want = planned(batch, heads, k, slots, capacity, record_width, dtype)
     got = want.to(device)
     fetch(got.pool, got.host_rows, got.plan, got.buffer, programs)

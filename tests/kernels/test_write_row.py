@@ -1,4 +1,4 @@
-"""write_row: what `append` leaves behind in pool and buffer, without its tables; the kernel against the reference, bit for bit."""
+"""write_row leaves in pool and buffer what `append` leaves there; the kernel against the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ FIELDS = "batch, heads, slots, key_width, value_width, dtype"
 def layer_and_row(batch, heads, slots, key_width, value_width, dtype):
     width, lanes = key_width + value_width, batch * heads
     layer = Layer.new(
-        batch=batch, heads=heads, slots=slots, capacity=slots + 20, record_width=width, dtype=dtype, spare_host_rows=1
+        batch=batch,
+        heads=heads,
+        slots=slots,
+        capacity=slots + 20,
+        record_width=width,
+        dtype=dtype,
+        spare_host_rows=1,
     )
     generator = torch.Generator().manual_seed(slots)
     row = [random_bits((lanes, width), dtype, generator) for width in (key_width, value_width)]
@@ -43,19 +49,36 @@ def layer_and_row(batch, heads, slots, key_width, value_width, dtype):
 def run(function, layer: Layer, keys, values, position: int, slots) -> None:
     device = layer.order.device
     function(
-        keys.to(device), values.to(device), at(position, device), slots.to(device), layer.pool, layer.host_rows, layer.buffer
+        keys.to(device),
+        values.to(device),
+        at(position, device),
+        slots.to(device),
+        layer.pool,
+        layer.host_rows,
+        layer.buffer,
     )
 
 
 @pytest.mark.parametrize("function", [write_row, reference.write_row], ids=["kernel", "reference"])
 @pytest.mark.parametrize(FIELDS, SMALL + BIG)
-def test_the_same_as_append_in_the_slots_it_chose(device, function, batch, heads, slots, key_width, value_width, dtype):
+def test_the_same_as_append_in_the_slots_it_chose(
+    device, function, batch, heads, slots, key_width, value_width, dtype
+):
     got, (keys, values) = layer_and_row(batch, heads, slots, key_width, value_width, dtype)
     want = got.to("cpu")
     got = got.to(device)
     position = 13
     reference.append(
-        keys, values, at(position), want.pool, want.host_rows, want.buffer, want.page_table, want.slot_records, want.order, 1
+        keys,
+        values,
+        at(position),
+        want.pool,
+        want.host_rows,
+        want.buffer,
+        want.page_table,
+        want.slot_records,
+        want.order,
+        1,
     )
     run(function, got, keys, values, position, want.page_table[:, position].contiguous())
     if device == "cuda":
@@ -117,5 +140,3 @@ def test_wrong_arguments_are_named(name, value):
     } | {name: value}
     with pytest.raises(ValueError, match=name):
         write_row(**arguments)
-
-
