@@ -204,6 +204,12 @@ class DecodeGraphs:
         self.captures += 1
         return step
 
+    def forget(self) -> None:
+        """Drop what was captured: the next steps are captured anew."""
+        self._steps.clear()
+        self._warm.clear()
+        self._refused = None
+
     def _refuse(self, reason: str) -> None:
         if self._refused is None:
             logger.warning("HiSparse decodes without CUDA graphs: %s", reason)

@@ -3,9 +3,9 @@
     python -m eval.long_prompt            # on a GPU; writes eval/results/long_prompt.csv
     python -m eval.long_prompt --quick    # toy sizes, on a CPU too
 
-True attention sizes, few layers, small dense MLPs, random weights, random tokens. At `--compare` tokens the same model runs in fp32
-with its own DynamicCache, in the same calls, and logits are compared; at `--tokens` its own path would need scores of
-tokens^2 x index heads x 4 bytes, so there HiSparse runs alone, in bf16.
+True attention sizes, few layers, small dense MLPs, random weights, random tokens. At `--compare` tokens the same model
+runs in fp32 with its own DynamicCache, in the same calls, and logits are compared; at `--tokens` its own path would need
+scores of tokens^2 x index heads x 4 bytes, so there HiSparse runs alone, in bf16.
 """
 
 from __future__ import annotations

@@ -233,13 +233,13 @@ def crop(s: Session) -> None:
 
 
 def crop_batch(s: Session) -> None:
-    """Back into the text, then to the middle of a page that is half padding; twice, padded otherwise the second time."""
+    """Back into the text, then to the middle of a page that is half padding; each request padded otherwise."""
     cache = s.new_cache()
-    for lengths in ((LONG, 200), (281, LONG)):
+    for lengths in ((LONG, 200), (281, LONG), (300, 151)):
         cache = s.emptied(cache)
         ids, mask = s.left_padded(*lengths)
         text = s.generate(ids, cache, attention_mask=mask)
-        for kept, new in ((LONG - 14, 6), (LONG - min(lengths) + 2, 45)):
+        for kept, new in ((max(lengths) - 14, 6), (max(lengths) - min(lengths) + 2, 45)):
             cache.crop(kept - cache.get_seq_length())
             text = torch.cat([text[:, :kept], s.prompt(2, new, seed=new)], dim=1)
             text = s.generate(text, cache, attention_mask=grown(mask[:, :kept], text), max_new_tokens=12)

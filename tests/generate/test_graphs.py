@@ -167,6 +167,21 @@ def test_another_model_does_not_get_the_graph_of_the_first():
 
 
 @GPU
+def test_graphs_can_be_forgotten():
+    model = models.build("qwen3").to("cuda")
+    ids, cache = prompt(2, LENGTH, device="cuda"), new_cache(model)
+    generated(model, cache, ids)
+    assert cache.graphs.captures == 1
+    with torch.no_grad():
+        model.lm_head.forward = lambda hidden: (
+            -torch.nn.functional.linear(hidden, model.lm_head.weight)
+        )  # unseen by a graph
+    cache.reset()
+    cache.graphs.forget()
+    assert torch.equal(generated(model, cache, ids), generated(model, new_cache(model, graphs=False), ids))
+
+
+@GPU
 def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(caplog):
     model = models.build("qwen3_sliding").to("cuda")
     cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
