@@ -19,29 +19,14 @@ import torch
 from transformers import Cache, DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache, PreTrainedModel
 
 from eval.environment import write_csv
+from eval.shapes import TOY_DSA
 from hf_hisparse import HiSparseCache, disable
 
 
 def build(layers: int, toy: bool, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """A DeepSeek-V3.2 of `layers` layers with true attention sizes, or a toy."""
-    sizes: dict[str, Any] = {}
-    if toy:
-        sizes = dict(
-            hidden_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            q_lora_rank=32,
-            kv_lora_rank=32,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            head_dim=8,
-            v_head_dim=16,
-            index_topk=32,
-            index_head_dim=16,
-            index_n_heads=16,
-        )
     config = DeepseekV32Config(
-        **sizes,
+        **(TOY_DSA if toy else {}),
         num_hidden_layers=layers,
         intermediate_size=64 if toy else 2048,
         first_k_dense_replace=layers,

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 
 from eval.environment import write_csv
+from eval.shapes import TOY_DSA
 from eval.traces import PAPER_CURVE, synthetic_trace
 from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
@@ -39,23 +40,8 @@ WARM_UP = 6  # steps before the timed ones: compile, capture, reach the trace's 
 
 def build(layers: int, toy: bool, device: str) -> PreTrainedModel:
     """A GLM-5 of `layers` layers with true attention sizes, or a toy."""
-    sizes: dict[str, Any] = {}
-    if toy:
-        sizes = dict(
-            hidden_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            q_lora_rank=32,
-            kv_lora_rank=32,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-            index_topk=32,
-            index_head_dim=16,
-            index_n_heads=4,
-        )
     config = GlmMoeDsaConfig(
-        **sizes,
+        **(TOY_DSA if toy else {}),
         num_hidden_layers=layers,
         intermediate_size=64 if toy else 2048,
         mlp_layer_types=["dense"] * layers,
