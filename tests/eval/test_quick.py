@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the measurements themselves run where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the measurements themselves run where there is a GPU"
+)
 
 
 @pytest.mark.parametrize("name", ["throughput", "prefetch", "long_prompt"])
