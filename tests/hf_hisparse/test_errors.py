@@ -105,7 +105,7 @@ def test_a_cache_of_an_enabled_model_with_another_that_is_not(model):
     other = copy.deepcopy(model)
     cache = HiSparseCache(model, SELECTOR)
     ids = prompt(1, 300, device=str(model.device))
-    with pytest.raises(RuntimeError, match=r"not enabled.*reset\(\).*hf_hisparse\.enable\(model\)"):
+    with pytest.raises(RuntimeError, match=r"reset\(\).*not enabled.*hf_hisparse\.enable\(model\)"):
         other.generate(ids, past_key_values=cache, max_new_tokens=3)
     cache.reset()
     enable(other)
