@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +19,25 @@ class Call:
 
     Attributes
     ----------
-    cache : Cache
-        The `HiSparseCache` in use.
     causal : bool
         Whether the mask of its sparse layers was made by transformers: then no row reads what comes after it, and the mask
         of a long call says only which keys are padding, ``[batch, 1, 1, T]``.
     """
 
-    cache: Any
+    _decoder: weakref.ref[torch.nn.Module]
+    _cache: weakref.ref[Any]
     causal: bool = False
+
+    @property
+    def attention(self) -> str | None:
+        """The attention implementation of the decoder that is called."""
+        decoder: Any = self._decoder()
+        return decoder.config.get_text_config(decoder=True)._attn_implementation
+
+    @property
+    def cache(self) -> Any:
+        """The `HiSparseCache` in use."""
+        return self._cache()
 
     @property
     def decode_rows(self) -> int:
@@ -35,13 +46,17 @@ class Call:
 
 
 capturing_cache: ContextVar[Any] = ContextVar("hisparse_capturing_cache", default=None)
-_calls: ContextVar[tuple[tuple[torch.nn.Module, Call | None], ...]] = ContextVar("hisparse_calls", default=())
+# Weak references: an interrupt leaves an entry behind.
+_calls: ContextVar[tuple[tuple[weakref.ref[torch.nn.Module], Call | None], ...]] = ContextVar(
+    "hisparse_calls", default=()
+)
 
 
 def current_call() -> Call | None:
     """The call under way, None if its cache is not a `HiSparseCache`."""
     calls = _calls.get()
-    return calls[-1][1] if calls else None
+    call = calls[-1][1] if calls else None
+    return call if call is not None and call.cache is not None else None
 
 
 def track_calls(decoder: torch.nn.Module) -> None:
@@ -65,11 +80,12 @@ def _enter(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     ours = [cache for cache in caches if hasattr(cache, "hosted_layers")]
     # An interrupt leaves without `_leave`: a decoder is in one call at a time.
-    outer = tuple(entry for entry in _calls.get() if entry[0] is not decoder)
-    _calls.set((*outer, (decoder, Call(ours[0]) if ours else None)))
+    outer = tuple(entry for entry in _calls.get() if entry[0]() not in (None, decoder))
+    this = weakref.ref(decoder)
+    _calls.set((*outer, (this, Call(this, weakref.ref(ours[0])) if ours else None)))
 
 
 def _leave(decoder: torch.nn.Module, args: Any, output: Any) -> None:
     calls = _calls.get()
-    if calls and calls[-1][0] is decoder:  # not if an earlier hook failed before `_enter`
+    if calls and calls[-1][0]() is decoder:  # not if an earlier hook failed before `_enter`
         _calls.set(calls[:-1])

@@ -51,7 +51,7 @@ def _attention(
             kwargs["indices"] = None
         return base(module, query, key, value, attention_mask, **kwargs)
     _check_arguments(layer, kwargs)
-    check_mask(attention_mask, layer.name)
+    check_mask(attention_mask, layer, query.shape[2])
     return layer.attend(module, query, attention_mask, base, kwargs)
 
 
@@ -84,15 +84,20 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     That row sees every key that is no padding, so it says all of a mask but causality (see `Call.causal`).
     """
     base = ALL_MASK_ATTENTION_FUNCTIONS[BASES[config._attn_implementation]]
-    call = current_call()
-    # Only for an indexer do models insist on a mask.
-    insists = not kwargs.get("allow_is_causal_skip", True) and kwargs.get("local_size") is None
-    if call is not None and insists:
+    call, captured = current_call(), capturing_cache.get()
+    cache = captured if captured is not None else call and call.cache
+    # Only for an indexer do these models insist on a mask.
+    insists = (
+        cache is not None
+        and cache.hosted_layers[0].model_selects
+        and not kwargs.get("allow_is_causal_skip", True)
+        and kwargs.get("local_size") is None
+    )
+    if insists and call is not None:
         call.causal = True
-    captured = capturing_cache.get()
     if captured is not None:  # other layers read the mask from `Padding`
         return captured.captured_mask() if insists else None
-    if call is not None and insists and kwargs["q_length"] > call.decode_rows:
+    if insists and call is not None and kwargs["q_length"] > call.decode_rows:
         kwargs["q_offset"] += kwargs["q_length"] - 1
         kwargs["q_length"] = 1
     return base(config=config, **kwargs)

@@ -12,7 +12,9 @@ from packaging.version import Version
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .enable import enable, is_enabled, text_config
+from .active import current_call
+from .attention import BASES
+from .enable import enable, text_config
 from .graphs import DecodeGraphs
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
@@ -147,10 +149,9 @@ class HiSparseCache(Cache):
         RuntimeError
             If the model is not enabled, or an earlier call was interrupted.
         """
+        self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
         if layer_idx == self._first_layer:
             self._begin_call(key_states, value_states)
-        layer = self.layers[layer_idx]
-        self._check_states(layer, layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
@@ -159,10 +160,12 @@ class HiSparseCache(Cache):
 
     def _begin_call(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Check, before any layer changes, that a forward pass may begin."""
-        implementation = text_config(self._config)._attn_implementation
-        if implementation is not None and not is_enabled(self._config):
+        call = current_call()
+        if call is None or call.cache is not self or call.attention not in BASES:
+            attention = text_config(self._config)._attn_implementation if call is None else call.attention
+            found = "" if attention in BASES else f" (its attention is {attention!r})"
             raise RuntimeError(
-                f"HiSparseCache needs an enabled model, this one's attention is {implementation!r}: call "
+                f"HiSparseCache needs an enabled model, called as a whole, and this one is not{found}: call "
                 "hf_hisparse.enable(model), or build the cache from the model: HiSparseCache(model, ...)"
             )
         if key_states.dtype not in _DTYPES:
@@ -170,7 +173,6 @@ class HiSparseCache(Cache):
                 f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "
                 "one of them"
             )
-        self._family.check_call(self)
         self._check_whole()
         first = self.hosted_layers[0]
         tokens, batch = first.get_seq_length() + key_states.shape[2], key_states.shape[0]
@@ -334,7 +336,7 @@ class HiSparseCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
         super().reorder_cache(beam_idx)
-        self.padding.rearrange(beam_idx)
+        self._rows_changed(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
@@ -345,9 +347,15 @@ class HiSparseCache(Cache):
         self._rows_changed(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the batch rows `indices`."""
-        rows = torch.arange(self._batch, device=indices.device)[indices]
-        super().batch_select_indices(indices)
+        """Keep the batch rows `indices`; any index of one dimension will do, an empty one raises ValueError."""
+        if isinstance(indices, torch.Tensor):
+            indices = indices.cpu()
+        rows = torch.arange(self._batch)[indices]
+        if not rows.numel():
+            raise ValueError(
+                f"batch_select_indices({indices}) keeps none of {self._batch} rows: call reset() to empty the cache"
+            )
+        super().batch_select_indices(rows)
         self._rows_changed(rows)
 
     @property

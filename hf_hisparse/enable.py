@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .active import forget_calls, track_calls
 from .attention import BASES, IMPLEMENTATIONS
 from .graphs import unwrap_forward, wrap_forward
 from .models.dsa import disable_dsa, enable_dsa
@@ -33,7 +34,6 @@ def enable(model: PreTrainedModel) -> None:
     """
     current = text_config(model.config)._attn_implementation
     if current in BASES:
-        enable_dsa(model)
         return
     if current not in IMPLEMENTATIONS:
         raise ValueError(
@@ -47,6 +47,8 @@ def enable(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, which HiSparse "
             "plugs into: use DynamicCache for it"
         )
+    for decoder in _decoders(model):
+        track_calls(decoder)
     enable_dsa(model)
 
 
@@ -54,9 +56,18 @@ def disable(model: PreTrainedModel) -> None:
     """Give `model` back the attention it had before `enable`; calling it again changes nothing."""
     current = text_config(model.config)._attn_implementation
     disable_dsa(model)
+    for decoder in _decoders(model):
+        forget_calls(decoder)
     if current in BASES:
         _switch(model, BASES[current])
         unwrap_forward(model)
+
+
+def _decoders(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The parts of `model` that run its decoder."""
+    config = text_config(model.config)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [part for part in parts if text_config(part.config) is config]
 
 
 def _switch(model: PreTrainedModel, implementation: str) -> None:

@@ -80,6 +80,7 @@ class HostedLayer(CacheLayerMixin):
     supports_early_init = False
     _layer_type = None
     obstacle: str | None = None  # why a decode step cannot be captured in a CUDA graph
+    model_selects = False  # whether the selection comes from the model, which then needs a mask for it
     unsupported_arguments = UNSUPPORTED_ARGUMENTS
     alternative = "DynamicCache"  # what serves a model that asks for such an argument
 
@@ -333,6 +334,8 @@ class HostedLayer(CacheLayerMixin):
         lanes = selection.shape[0]
         heads = lanes // self.pool.batch
         lane, at = (selection >= 0).nonzero(as_tuple=True)
+        if not lane.numel():
+            return
         record, slot = selection[lane, at].long(), slots[lane, at].long()
         row = self.pool.host_rows[lane // heads, record].long()
         host = self.pool.records[record.cpu(), (row * heads + lane % heads).cpu()].to(slots.device)

@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 
+if TYPE_CHECKING:
+    from .hosted_layer import HostedLayer
 
-def check_mask(mask: object, where: str) -> None:
-    """Refuse a mask that decode over slots could not honour (ValueError; `where` names the layer)."""
-    if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[1] == 1):
+
+_CHECKED = "_hisparse_checked"  # on a mask: all layers of a call are handed the same one
+_HIDDEN = -1e3  # an additive mask hides a key by less than this; implementations differ in how much less
+
+
+def check_mask(mask: object, layer: HostedLayer, rows: int) -> None:
+    """Refuse a mask that could not be honoured.
+
+    Parameters
+    ----------
+    mask : bool or additive ``[batch or 1, 1, rows, T]``, or None
+    layer : HostedLayer
+        Which is asked for attention; it has taken the new tokens.
+    rows : int
+        New tokens per row.
+
+    Raises
+    ------
+    ValueError
+        If the mask differs between heads, is a bias, does not fit the tokens held, lets a decode call read later keys, or shows
+        tokens that were hidden when they came.
+    """
+    if layer.padding.capturing or getattr(mask, _CHECKED, False):
         return
-    shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-    raise ValueError(
-        f"{where}: an attention mask of shape {shape}; supported are None and [batch, 1, queries, keys], the same for "
-        "all heads"
-    )
+    total, where = layer.get_seq_length(), layer.name
+    start = total - rows
+    if mask is None:
+        if layer.padding.hides(start, total):
+            raise ValueError(
+                f"{where}: a call without a mask, but an earlier mask hid some of the {start} tokens held: pass the attention "
+                "mask of all tokens"
+            )
+        return
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != total:
+        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{where}: an attention mask of shape {shape}; supported are None and [batch, 1, {rows}, {total}] (queries, keys), "
+            "the same for all heads"
+        )
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask > _HIDDEN)).any()):
+        raise ValueError(
+            f"{where}: an additive attention mask with a bias, {mask[(mask != 0) & (mask > _HIDDEN)][0].item():.3g} for example; "
+            f"supported are 0 and less than {_HIDDEN:.0f} (hidden): use DynamicCache"
+        )
+    allowed = allowed_keys(mask, mask.shape[0])
+    if 1 < rows <= layer.settings.decode_rows and bool(allowed[:, :, start:].triu(1).any()):
+        raise ValueError(
+            f"{where}: the attention mask lets a query read later keys, which a decode call ({rows} new tokens, at most "
+            f"decode_rows={layer.settings.decode_rows}) does not do: build the cache with decode_rows={rows - 1} or less"
+        )
+    if not layer.model_selects and layer.padding.contradicts(allowed[:, :, :start].any(1)):
+        raise ValueError(
+            f"{where}: the attention mask shows some of the {start} tokens held that were hidden when they came, so that the "
+            "selector knows nothing of them: keep the mask of earlier tokens, or reset() and start again"
+        )
+    setattr(mask, _CHECKED, True)
 
 
 @overload
@@ -27,13 +76,13 @@ def allowed_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
     if mask is None:
         return None
     if mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2
+        mask = mask > _HIDDEN
     return mask[:, 0].expand(batch, -1, -1)
 
 
 def valid_tokens(allowed: torch.Tensor | None, count: int) -> torch.Tensor | None:
-    """Which of the last `count` keys are no padding, bool ``[batch, count]``: the last query sees all keys."""
-    return None if allowed is None else allowed[:, -1, -count:].contiguous()
+    """Which of the last `count` keys are no padding, bool ``[batch, count]``: those that any query may read."""
+    return None if allowed is None else allowed[:, :, -count:].any(1)
 
 
 def causal_rows(allowed: torch.Tensor, start: int) -> torch.Tensor:

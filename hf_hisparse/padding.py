@@ -75,6 +75,17 @@ class Padding:
         allowed[:, : mask.shape[1]] = mask
         self._noted = mask.shape[1]
 
+    def hides(self, length: int, total: int) -> bool:
+        """Whether masks hid any of the first `length` keys; looked at once for a call that brings the keys up to `total`."""
+        if self.allowed is None or self._noted >= total:
+            return False
+        return not bool(self.allowed[:, :length].all())
+
+    def contradicts(self, shown: torch.Tensor) -> bool:
+        """Whether a mask shows, bool ``[batch or 1, length]``, keys held that were hidden when they came."""
+        known = self.allowed
+        return known is not None and bool((shown.to(known.device) & ~known[:, : shown.shape[1]]).any())
+
     def between(self, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
         """What is known of some keys, bool ``[batch, stop - start]`` or None."""
         return None if self.allowed is None else self.allowed[:, start:stop].to(device)
@@ -82,6 +93,8 @@ class Padding:
     def crop(self, length: int) -> None:
         """Only `length` keys are left."""
         self._noted = min(self._noted, length)
+        if not length:
+            self.reset()
 
     def rearrange(self, rows: torch.Tensor) -> None:
         """Let batch row `i` hold what row ``rows[i]`` held."""

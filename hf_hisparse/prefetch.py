@@ -9,6 +9,7 @@ stream, while the layers between compute.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -136,13 +137,21 @@ class Group:
     """Layers that share a selection, in the model's order; the first makes it."""
 
     def __init__(self, members: list[LatentLayer]) -> None:
-        self.members = members
+        self._members = [
+            weakref.ref(member) for member in members
+        ]  # no cycle: host memory is to go with the cache
         for member in members:
             member.group = self
             if member.is_initialized and isinstance(member.buffer, FollowerBuffer):  # of a copied cache
                 leading = self.leading_buffer(member, member.position.device)
                 assert leading is not None
                 member.buffer.leader = leading
+
+    @property
+    def members(self) -> list[LatentLayer]:
+        """The layers."""
+        members = [member() for member in self._members]
+        return [member for member in members if member is not None]
 
     def leader_of(self, member: LatentLayer, device: torch.device) -> LatentLayer | None:
         """The first layer before `member` on the same device, None if it leads itself."""

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hisparse_kernels.gqa_decode import gqa_decode
 
+from .gradients import without_gradient
 from .hosted_layer import LAYER_ATTRIBUTE, UNSUPPORTED_ARGUMENTS
 from .padding import Padding
 from .records import moved
@@ -90,7 +91,8 @@ class ResidentLayer(DynamicLayer):
         self.position.fill_(self._length)
         if start == 0:
             return key_states, value_states
-        return self.keys, self.values  # type: ignore[return-value]
+        assert self.keys is not None and self.values is not None
+        return without_gradient(self.keys, key_states), without_gradient(self.values, value_states)
 
     def attend(
         self,
@@ -209,4 +211,6 @@ class ResidentLayer(DynamicLayer):
         other.version = new_version()
         if self.is_initialized:
             other.rows, other.position = self.rows.clone(), self.position.clone()
+        else:  # what a reset left behind is this layer's alone
+            other.rows = None
         return other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from ..hosted_layer import LayerSettings
@@ -40,9 +40,6 @@ class Family(Protocol):
     def connect(self, layers: list[Any]) -> None:
         """Let copies of these layers know each other."""
 
-    def check_call(self, cache: Cache) -> None:
-        """Raise RuntimeError if a forward pass may not use `cache` as things are."""
-
 
 class SelectorFamily:
     """Decoders with grouped-query attention, for which a `Selector` chooses."""
@@ -63,9 +60,6 @@ class SelectorFamily:
 
     def connect(self, layers: list[Any]) -> None:
         """No layer needs another."""
-
-    def check_call(self, cache: Cache) -> None:
-        """Any call will do."""
 
     def __repr__(self) -> str:
         return repr(self.selector)

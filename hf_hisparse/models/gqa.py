@@ -49,8 +49,9 @@ class GqaLayer(HostedLayer):
             return self._prefill(module, query, mask, base, kwargs)
         scaling = kwargs.get("scaling")
         with torch.no_grad():
+            new = self.new_tokens()
             output = self._decode(query, mask, query.shape[3] ** -0.5 if scaling is None else scaling)
-        return without_gradient(output, query), None
+        return without_gradient(output, query, new.keys, new.values), None
 
     def _prefill(
         self,
@@ -92,6 +93,7 @@ class GqaLayer(HostedLayer):
             self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
             row = self._lanes(query[:, :, i])
             selection = self.state.select(row, self.position)
+            self._check_selection(selection)
             output = gqa_decode(
                 row,
                 self.buffer.data,
@@ -107,6 +109,25 @@ class GqaLayer(HostedLayer):
             outputs.append(output.view(batch, heads, -1))
         self.finish()
         return torch.stack(outputs, dim=1)
+
+    def _check_selection(self, selection: torch.Tensor) -> None:
+        """Hold a selector to its word: the shape always, the content, which the GPU would have to wait for, with `verify`."""
+        shape = (self.buffer.order.shape[0], self.settings.top_k)
+        if selection.shape != shape or selection.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{self.name}: {self.selector!r} selected {selection.dtype} {list(selection.shape)}, must be int32 or int64 "
+                f"{list(shape)}: lanes x top_k"
+            )
+        if not self.settings.verify:
+            return
+        own = int(self.position) // self.layout.tokens
+        ordered = selection.sort(dim=1).values
+        repeated = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()
+        if repeated or int(selection.max()) > own or not bool((selection == own).any(1).all()):
+            raise ValueError(
+                f"{self.name}: {self.selector!r} must select different records up to the query's own, {own}, and that one in "
+                f"every lane; it selected {selection.tolist()}"
+            )
 
     def _lanes(self, query: torch.Tensor) -> torch.Tensor:
         """``[batch, query heads, width]`` -> ``[lanes, group, width]``."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..active import current_call
 from ..gradients import without_gradient
@@ -46,6 +46,8 @@ class LatentSettings(LayerSettings):
 
 class LatentLayer(HostedLayer):
     """A hosted layer of latent rows; the model selects the records. Lane = batch row."""
+
+    model_selects = True
 
     settings: LatentSettings
     state: IndexerKeys
@@ -138,8 +140,9 @@ class LatentLayer(HostedLayer):
         with torch.no_grad():
             attend = self._prefill if query.shape[2] > self.settings.decode_rows else self._decode
             output = attend(module, query, mask, indices, kwargs["scaling"], expanded)
+            new = self.new_tokens()
             self.finish()
-        return without_gradient(output, query), None
+        return without_gradient(output, query, new.keys, new.values, *module.kv_b_proj.parameters()), None
 
     def _absorbed(
         self,
@@ -372,15 +375,6 @@ class LatentFamily:
             groups[-1].append(layers[index])
         for members in groups:
             Group(members)
-
-    def check_call(self, cache: Cache) -> None:
-        """The model's modules must know the cache."""
-        call = current_call()
-        if call is None or call.cache is not cache:
-            raise RuntimeError(
-                "HiSparseCache: the model passes this cache on without knowing it (its attention was switched by name, or it "
-                "was called layer by layer): call hf_hisparse.enable(model), and call the model as a whole"
-            )
 
     def __repr__(self) -> str:
         return f"{self.name}, index_topk={self.top_k}, mla_mode={self._settings['mla_mode']!r}"

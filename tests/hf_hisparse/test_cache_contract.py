@@ -283,3 +283,62 @@ def test_a_crop_that_a_sliding_layer_refuses_changes_nothing(device):
     with pytest.raises(RuntimeError):
         cache.crop(-5)
     assert [layer.get_seq_length() for layer in cache.layers] == lengths
+
+
+def test_a_copy_of_a_reset_cache_shares_nothing(model):
+    device = str(model.device)
+    cache = _prefilled(model)
+    cache.reset()
+    twin = copy.deepcopy(cache)
+    one, other, last = (prompt(2, 60, seed, device=device) for seed in (1, 2, 3))
+    with torch.no_grad():
+        model(one, past_key_values=cache)
+        model(other, past_key_values=twin)
+        fresh = HiSparseCache(model, SELECTOR)
+        model(one, past_key_values=fresh)
+        logits = [model(last[:, :1], past_key_values=each).logits for each in (cache, fresh)]
+    assert torch.equal(*logits)
+
+
+def test_cropped_to_nothing_it_takes_another_padded_batch(model):
+    device = str(model.device)
+    cache = HiSparseCache(model, SELECTOR)
+    for batch in (1, 3, 2):
+        ids = prompt(batch, 60, device=device)
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+        cache.crop(-3)
+        cache.crop(-57)
+
+
+def test_additive_masks_hide_by_any_large_number(model):
+    device = str(model.device)
+    ids = prompt(2, 60, device=device)
+    allowed = torch.ones(60, 60, dtype=torch.bool, device=device).tril()
+    allowed[:, 5:20] &= torch.eye(60, dtype=torch.bool, device=device)[:, 5:20]
+    logits = []
+    for lowest in (-1e9, torch.finfo(torch.float32).min, float("-inf")):
+        mask = torch.zeros(1, 1, 60, 60, device=device).masked_fill(~allowed, lowest)
+        cache = HiSparseCache(model, ALL)
+        with torch.no_grad():
+            model(ids[:, :50], attention_mask=mask[:, :, :50, :50], past_key_values=cache)
+            logits.append(
+                model(ids[:, 50:], attention_mask=mask[:, :, 50:].clone(), past_key_values=cache).logits
+            )
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_rows_can_be_reordered_into_fewer(model):
+    device = str(model.device)
+    cache = _prefilled(model, batch=3)
+    cache.reorder_cache(torch.tensor([2, 0], device=device))
+    with torch.no_grad():
+        model(prompt(2, 3, device=device), past_key_values=cache)
+    with pytest.raises(ValueError, match="keeps none of 2 rows"):
+        cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    cache.batch_select_indices([1])
+    with torch.no_grad():
+        model(prompt(1, 3, device=device), past_key_values=cache)

@@ -87,9 +87,9 @@ def _traces(model) -> list[str]:
 
 def test_disable_leaves_nothing(model):
     enable(model)
-    enable(model)
     traces = _traces(model)
-    assert len(traces) == len(set(traces)) + 1, "one hook before and one after the decoder, all else once"
+    enable(model)
+    assert traces and _traces(model) == traces, "once is enough"
     disable(model)
     disable(model)
     assert _traces(model) == []
@@ -609,7 +609,7 @@ def test_a_group_over_several_devices_leads_on_each(monkeypatch):
     def pretended(self, member, device):
         near = [other for other in self.members if (other.layer_idx >= 4) == (member.layer_idx >= 4)]
         part = object.__new__(Group)
-        part.members = near
+        part._members = [weakref.ref(other) for other in near]
         return leader_of(part, member, device)
 
     monkeypatch.setattr(Group, "leader_of", pretended)

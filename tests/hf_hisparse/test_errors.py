@@ -105,7 +105,7 @@ def test_a_cache_of_an_enabled_model_with_another_that_is_not(model):
     other = copy.deepcopy(model)
     cache = HiSparseCache(model, SELECTOR)
     ids = prompt(1, 300, device=str(model.device))
-    with pytest.raises(RuntimeError, match=r"reset\(\).*not enabled.*hf_hisparse\.enable\(model\)"):
+    with pytest.raises(RuntimeError, match=r"hf_hisparse\.enable\(model\)"):
         other.generate(ids, past_key_values=cache, max_new_tokens=3)
     cache.reset()
     enable(other)
@@ -258,7 +258,7 @@ def test_gradients_do_not_vanish_silently(model):
 def test_a_mask_per_head(model):
     cache = HiSparseCache(model, SELECTOR)
     mask = torch.zeros(1, 4, 40, 40, device=model.device)
-    with pytest.raises(ValueError, match=r"\[1, 4, 40, 40\].*\[batch, 1, queries, keys\]"):
+    with pytest.raises(ValueError, match=r"\[1, 4, 40, 40\].*\[batch, 1, 40, 40\]"):
         model(prompt(1, 40, device=str(model.device)), attention_mask=mask, past_key_values=cache)
 
 
@@ -275,3 +275,50 @@ def test_the_helpers_above_can_fail(model):
         native(prompt(2, 300, device=str(model.device)), past_key_values=short)
         answer = _continuation(native, short)
     assert not torch.allclose(answer, _continuation(model, _prefilled(model)), atol=1e-2)
+
+
+def _causal(start: int, stop: int, device: str) -> torch.Tensor:
+    return (torch.arange(stop) <= torch.arange(start, stop)[:, None])[None, None].to(device)
+
+
+def test_a_mask_that_is_a_bias(model):
+    device = str(model.device)
+    mask = torch.zeros(1, 1, 40, 40, device=device).masked_fill(~_causal(0, 40, device), float("-inf"))
+    mask[..., 3] -= 0.5
+    with pytest.raises(ValueError, match=r"bias, -0\.5"):
+        model(
+            prompt(1, 40, device=device), attention_mask=mask, past_key_values=HiSparseCache(model, SELECTOR)
+        )
+
+
+def test_a_decode_call_that_reads_ahead(model):
+    device = str(model.device)
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match=r"later keys.*decode_rows=19"):
+        model(
+            prompt(1, 20, device=device), attention_mask=mask, past_key_values=HiSparseCache(model, SELECTOR)
+        )
+    cache = HiSparseCache(model, SELECTOR, decode_rows=19)
+    model(prompt(1, 20, device=device), attention_mask=mask, past_key_values=cache)
+
+
+def test_a_mask_that_shows_what_was_hidden(model):
+    device = str(model.device)
+    mask = torch.ones(1, 60, dtype=torch.long, device=device)
+    mask[:, 8:24] = 0
+    cache = HiSparseCache(model, SELECTOR)
+    with torch.no_grad():
+        model(prompt(1, 60, device=device), attention_mask=mask, past_key_values=cache)
+        shown = torch.ones(1, 62, dtype=torch.long, device=device)
+        with pytest.raises(ValueError, match="were hidden when they came|an earlier mask hid"):
+            model(prompt(1, 2, device=device), attention_mask=shown, past_key_values=cache)
+
+
+def test_gradients_of_keys_and_values_alone(model):
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("layers.3.self_attn.v_proj" in name)
+    logits = model(
+        prompt(1, 20, device=str(model.device)), past_key_values=HiSparseCache(model, SELECTOR)
+    ).logits
+    with pytest.raises(RuntimeError, match="no gradients flow"):
+        logits.sum().backward()
