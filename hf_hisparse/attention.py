@@ -51,7 +51,8 @@ def _attention(
             kwargs["indices"] = None
         return base(module, query, key, value, attention_mask, **kwargs)
     _check_arguments(layer, kwargs)
-    check_mask(attention_mask, layer, query.shape[2])
+    if isinstance(layer, HostedLayer):
+        check_mask(attention_mask, layer, query.shape[2])
     return layer.attend(module, query, attention_mask, base, kwargs)
 
 
@@ -85,7 +86,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     """
     base = ALL_MASK_ATTENTION_FUNCTIONS[BASES[config._attn_implementation]]
     call, captured = current_call(), capturing_cache.get()
-    cache = captured if captured is not None else call and call.cache
+    cache: Any = captured if captured is not None else call and call.cache
     # Only for an indexer do these models insist on a mask.
     insists = (
         cache is not None

@@ -319,7 +319,7 @@ class HiSparseCache(Cache):
             tokens = min(0, tokens - self.get_seq_length())
         # A sliding window may refuse, so it is asked before anything changes.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
-            layer.crop(tokens)
+            layer.crop(tokens)  # type: ignore[union-attr]
         self.padding.crop(self.get_seq_length())
 
     def reset(self) -> None:

@@ -310,7 +310,7 @@ def test_a_mask_that_shows_what_was_hidden(model):
     with torch.no_grad():
         model(prompt(1, 60, device=device), attention_mask=mask, past_key_values=cache)
         shown = torch.ones(1, 62, dtype=torch.long, device=device)
-        with pytest.raises(ValueError, match="were hidden when they came|an earlier mask hid"):
+        with pytest.raises(ValueError, match=r"were hidden when they came|an earlier mask hid"):
             model(prompt(1, 2, device=device), attention_mask=shown, past_key_values=cache)
 
 
