@@ -135,7 +135,8 @@ class DecodeGraphs:
         ):
             return forward(**kwargs)
         tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        if mask is None and cache.padding.allowed is not None:  # there was one before: the layers see to it
+        length = cache.get_seq_length()
+        if mask is None and cache.padding.hides(length, length + 1):  # the layers refuse that
             return forward(**kwargs)
         shape = (tokens.shape[0], mask is not None)
         warm = (id(model), *shape)
@@ -146,7 +147,6 @@ class DecodeGraphs:
                 self._refuse(obstacle)
             return forward(**kwargs)
 
-        length = cache.get_seq_length()
         cache.check_batch(tokens.shape[0])
         cache.make_room(1)
         for layer in cache.hosted_layers:
