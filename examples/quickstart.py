@@ -271,7 +271,9 @@ def find_faults(dense: Run, sparse: Run, resident: Run, number: str) -> list[str
         faults.append(
             "FAILED: HiSparseCache gave other tokens than the run with everything resident: please report it."
         )
-    if number not in dense.answer:
+    if number not in dense.answer and number[:3] in dense.answer:
+        faults.append(f"FAILED: the answer was cut before {number} was complete: raise --max-new-tokens.")
+    elif number not in dense.answer:
         faults.append(
             f"FAILED: the model misses {number} with dense attention too: try another --seed or --model."
         )

@@ -98,7 +98,8 @@ class HiSparseCache(Cache):
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(config, PreTrainedConfig):
-            raise ValueError(f"HiSparseCache: {model!r} is neither a transformers model nor a model's config")
+            shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+            raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
         family = family_of(
             config, selector, mla_mode, parse_bytes(prefill_memory, "prefill_memory"), prefetch
         )
@@ -422,7 +423,8 @@ class HiSparseCache(Cache):
         size = self._family.page_size
         return (
             f"HiSparseCache({self._family!r}, device_buffer_tokens={records * size}, "
-            f"decode_rows={settings.decode_rows}, verify={settings.verify}, graphs={self.graphs.enabled})\n"
+            f"decode_rows={settings.decode_rows}, host_memory={self._host_limit}, verify={settings.verify}, "
+            f"graphs={self.graphs.enabled})\n"
             f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"
             f"  device: {format_bytes(memory.buffer_bytes)} hot buffers ({records} records of {size} tokens per lane), "
@@ -440,7 +442,7 @@ def _checked_buffer(tokens: int | None, family: Family) -> int:
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < budget or tokens % size:
         least = -(-max(tokens, budget) // size) * size if isinstance(tokens, int) else 2 * budget
         raise ValueError(
-            f"device_buffer_tokens={tokens!r}, must be a multiple of the page size {size} and at least {family.budget}: "
-            f"take {least}"
+            f"device_buffer_tokens={tokens!r}, must be a whole number, a multiple of the page size {size} and at least "
+            f"{family.budget}: take {least}"
         )
     return tokens

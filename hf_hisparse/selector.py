@@ -3,6 +3,13 @@
 To bring your own, write one class that has the attributes and the one method of `Selector` and returns an
 object with the methods of `SelectorState`; `hf_hisparse.models.quest` is the example to copy. The state must
 never need the main KV: it scores from what it keeps on the GPU itself.
+
+What happens when: a prefill calls `grow`, `extend` with all new tokens, then `select` for the last. A decode call
+does, for each of its new tokens in turn, `append`, then `select`. `crop` comes with the first token of a record; if
+it is cut in the middle, the rest of that record is given again by `extend`. Padding inside a selected record is
+masked by attention, but a record of nothing else is a wasted choice: `extend` and `append` say which tokens are
+`valid`. A decode step may be replayed from a CUDA graph: `append` and `select` then run no Python, so they must work
+on the same tensors each time (`grow` and `rearrange` may replace them). ``verify=True`` checks every selection.
 """
 
 from __future__ import annotations
@@ -61,7 +68,7 @@ class SelectorState(Protocol):
         """Take one token per row (decode): `keys` ``[lanes, key_width]``, `valid` bool ``[batch]`` or None."""
 
     def select(self, query: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Name the records that the query at `position` reads.
+        """Name the records that the query at `position` reads; its own token was appended before.
 
         `query` is ``[lanes, group, key_width]``. Returns int ``[lanes, top_k]``, different records none of which
         begins after `position`, -1 for none; the record of `position` itself must be among them.

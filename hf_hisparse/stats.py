@@ -81,6 +81,8 @@ class Stats:
         return sum(layer.bytes_fetched for layer in self.layers)
 
     def __repr__(self) -> str:
+        if not self.selected:
+            return "nothing decoded yet (a call of more than decode_rows new tokens per row is prefill)"
         head = f"{'layer':>6} {'steps':>7} {'selected':>12} {'hits':>12} {'misses':>12} {'hit rate':>9} {'MB fetched':>11}"
         rows: list[tuple[str, LayerStats | Stats]] = [(str(layer.layer_idx), layer) for layer in self.layers]
         lines = [head]

@@ -92,7 +92,7 @@ class GqaLayer(HostedLayer):
             self.append(keys, values)
             self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
             row = self._lanes(query[:, :, i])
-            selection = self.state.select(row, self.position)
+            selection = self.state.select(row, self.position).contiguous()
             self._check_selection(selection)
             output = gqa_decode(
                 row,

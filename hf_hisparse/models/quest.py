@@ -47,9 +47,10 @@ class Quest:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"Quest: {name}={value!r}, must be a whole number of at least {least}")
         if self.token_budget % self.page_size:
+            sizes = [pages * self.page_size for pages in (self.top_k, self.top_k + 1) if pages]
             raise ValueError(
                 f"Quest: token_budget={self.token_budget} is not a multiple of page_size={self.page_size}; "
-                f"take {self.top_k * self.page_size or self.page_size} or {(self.top_k + 1) * self.page_size}"
+                f"take {' or '.join(map(str, sizes))}"
             )
 
     @property
