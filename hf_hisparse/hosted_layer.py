@@ -16,6 +16,7 @@ from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .padding import Padding
 from .records import RecordLayout
+from .rows import RearrangedRows, lanes_of
 from .selector import LayerShape
 from .stats import LayerStats
 from .versions import new_version
@@ -67,7 +68,7 @@ class NewTokens:
     start: int
 
 
-class HostedLayer(CacheLayerMixin):
+class HostedLayer(RearrangedRows, CacheLayerMixin):
     """A cache layer whose main KV lives on the host, with a hot buffer on the device.
 
     `update` returns only the new rows; the attention function finds this layer through an attribute of the key tensor
@@ -380,33 +381,24 @@ class HostedLayer(CacheLayerMixin):
         if not self._length or self.shape is None:
             return
         rows = rows.to(self.shape.device)
-        heads, batch = self.shape.heads, rows.numel()
+        batch = rows.numel()
         self.pool.wait()
         if batch > self.pool.host_batch:
             self._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
         self.pool.rearrange(rows, self.layout.count(self._length), self._area)
         if self._length % self.layout.tokens:
             self.pool.own(self._length // self.layout.tokens)
-        lanes = (rows[:, None] * heads + torch.arange(heads, device=rows.device)).flatten()
+        lanes = lanes_of(rows, self.shape.heads)
         self.buffer.rearrange(lanes)
         self.state.rearrange(lanes)
         if batch != self.shape.batch:
             self.shape = replace(self.shape, batch=batch)
             self.version = new_version()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let beam `i` go on from beam ``beam_idx[i]``."""
-        self.rearrange(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
-        if self.shape is not None:
-            self.rearrange(torch.arange(self.shape.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the batch rows `indices`."""
-        if self.shape is not None:
-            self.rearrange(torch.arange(self.shape.batch, device=indices.device)[indices])
+    @property
+    def held_rows(self) -> int:
+        """Batch rows held, 0 before the first token."""
+        return 0 if self.shape is None else self.shape.batch
 
     def reset(self) -> None:
         """Forget everything; pinned memory and the hot buffer stay for the next use."""

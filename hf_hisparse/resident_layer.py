@@ -15,12 +15,13 @@ from .gradients import without_gradient
 from .hosted_layer import LAYER_ATTRIBUTE, UNSUPPORTED_ARGUMENTS
 from .padding import Padding
 from .records import moved
+from .rows import RearrangedRows, lanes_of
 from .versions import new_version
 
 _GROWTH_TOKENS = 1024
 
 
-class ResidentLayer(DynamicLayer):
+class ResidentLayer(RearrangedRows, DynamicLayer):
     """What `DynamicLayer` is, in memory that grows in steps instead of with every token.
 
     Attention is the model's own, over views. Only in a captured decode step, where nothing may change its shape,
@@ -178,26 +179,16 @@ class ResidentLayer(DynamicLayer):
         if not self._length:
             return
         rows = rows.to(self.device)
-        lanes = (rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)).flatten()
-        self.rows = moved(self.rows, lanes)
+        self.rows = moved(self.rows, lanes_of(rows, self.heads))
         if rows.numel() != self.batch:
             self.batch = rows.numel()
             self.slots = self.slots[:1].repeat(self.rows.shape[0], 1)
             self.version = new_version()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let beam `i` go on from beam ``beam_idx[i]``."""
-        self.rearrange(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
-        if self.is_initialized:
-            self.rearrange(torch.arange(self.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the batch rows `indices`."""
-        if self.is_initialized:
-            self.rearrange(torch.arange(self.batch, device=indices.device)[indices])
+    @property
+    def held_rows(self) -> int:
+        """Batch rows held, 0 before the first token."""
+        return self.batch if self.is_initialized else 0
 
     def reset(self) -> None:
         """Forget everything; the memory stays for the next use."""
