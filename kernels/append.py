@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, check_host_rows, check_position, check_state, on_device_of, use_triton
+from .dispatch import (
+    block_of,
+    check_host_rows,
+    check_position,
+    check_state,
+    check_tokens,
+    on_device_of,
+    use_triton,
+)
 
 _ORDER_BLOCK = 4096  # slots rotated at a time
 
@@ -157,21 +165,7 @@ def _check(
     order: torch.Tensor,
     tokens_per_record: int,
 ) -> None:
-    lanes, key_width = keys.shape
-    value_width = values.shape[1]
-    record_width = tokens_per_record * (key_width + value_width)
-    if not keys.dtype is values.dtype is pool.dtype is buffer.dtype:
-        raise ValueError(
-            "keys, values, pool and buffer must have one dtype, "
-            f"got {keys.dtype}, {values.dtype}, {pool.dtype} and {buffer.dtype}"
-        )
-    if values.shape[0] != lanes or pool.shape[1] < lanes or pool.shape[2] != record_width:
-        raise ValueError(
-            f"{lanes} lanes of {tokens_per_record} tokens x ({key_width} + {value_width}) need values "
-            f"[{lanes}, {value_width}] and a pool [records, at least {lanes}, {record_width}], "
-            f"got {list(values.shape)} and {list(pool.shape)}"
-        )
+    check_tokens(keys, values, pool, buffer, tokens_per_record)
+    lanes, record_width = keys.shape[0], pool.shape[2]
     if buffer.shape != (lanes, order.shape[1], record_width):
         raise ValueError(f"buffer must be {[lanes, order.shape[1], record_width]}, got {list(buffer.shape)}")
-    if keys.stride(1) != 1 or values.stride(1) != 1 or not (pool.is_contiguous() and buffer.is_contiguous()):
-        raise ValueError("pool and buffer must be contiguous, keys and values in their last dimension")

@@ -81,3 +81,35 @@ def heads_per_row(lanes: int, batch: int, name: str) -> int:
     if batch == 0 or lanes % batch:
         raise ValueError(f"{name} has {batch} batch rows, which must divide the {lanes} lanes")
     return lanes // batch
+
+
+def check_tokens(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pool: torch.Tensor,
+    buffer: torch.Tensor,
+    tokens_per_record: int,
+) -> None:
+    """Check one token per lane, ``[lanes, key_width]`` and ``[lanes, value_width]``, against the pool it is stored in.
+
+    Raises
+    ------
+    ValueError
+        For different dtypes, another number of lanes, a record of another width, or rows that are not contiguous.
+    """
+    lanes, key_width = keys.shape
+    value_width = values.shape[1]
+    record_width = tokens_per_record * (key_width + value_width)
+    if not keys.dtype is values.dtype is pool.dtype is buffer.dtype:
+        raise ValueError(
+            "keys, values, pool and buffer must have one dtype, "
+            f"got {keys.dtype}, {values.dtype}, {pool.dtype} and {buffer.dtype}"
+        )
+    if values.shape[0] != lanes or pool.shape[1] < lanes or pool.shape[2] != record_width:
+        raise ValueError(
+            f"{lanes} lanes of {tokens_per_record} tokens x ({key_width} + {value_width}) need values "
+            f"[{lanes}, {value_width}] and a pool [records, at least {lanes}, {record_width}], "
+            f"got {list(values.shape)} and {list(pool.shape)}"
+        )
+    if keys.stride(1) != 1 or values.stride(1) != 1 or not (pool.is_contiguous() and buffer.is_contiguous()):
+        raise ValueError("pool and buffer must be contiguous, keys and values in their last dimension")

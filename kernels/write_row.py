@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, check_host_rows, check_position, on_device_of, use_triton
+from .dispatch import block_of, check_host_rows, check_position, check_tokens, on_device_of, use_triton
 
 
 @triton.jit(do_not_specialize=["host_rows_stride", "host_lanes", "heads", "slot_count"])
@@ -105,21 +105,9 @@ def write_row(
 def _check(
     keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, buffer: torch.Tensor
 ) -> None:
-    lanes, key_width = keys.shape
-    width = key_width + values.shape[1]
-    if not keys.dtype is values.dtype is pool.dtype is buffer.dtype:
-        raise ValueError(
-            "keys, values, pool and buffer must have one dtype, "
-            f"got {keys.dtype}, {values.dtype}, {pool.dtype} and {buffer.dtype}"
-        )
-    if values.shape[0] != lanes or pool.shape[1] < lanes or pool.shape[2] != width:
-        raise ValueError(
-            f"{lanes} lanes of {key_width} + {values.shape[1]} elements need values [{lanes}, {values.shape[1]}] and a pool "
-            f"[records, at least {lanes}, {width}], got {list(values.shape)} and {list(pool.shape)}"
-        )
+    check_tokens(keys, values, pool, buffer, 1)
+    lanes, width = keys.shape[0], pool.shape[2]
     if buffer.shape[0] != lanes or buffer.shape[2] != width:
         raise ValueError(f"buffer must be [{lanes}, B, {width}], got {list(buffer.shape)}")
     if slots.dtype is not torch.int32 or slots.shape != (lanes,) or not slots.is_contiguous():
         raise ValueError(f"slots must be contiguous int32 [{lanes}], got {slots.dtype} {list(slots.shape)}")
-    if keys.stride(1) != 1 or values.stride(1) != 1 or not (pool.is_contiguous() and buffer.is_contiguous()):
-        raise ValueError("pool and buffer must be contiguous, keys and values in their last dimension")
