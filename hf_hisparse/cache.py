@@ -10,7 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from .active import current_call
 from .attention import BASES
@@ -18,13 +18,13 @@ from .enable import enable, text_config
 from .graphs import DecodeGraphs
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
-from .models.family import Family, family_of
+from .models.family import Family, family_of, new_layers
 from .padding import Padding
 from .resident_layer import ResidentLayer
 from .selector import Selector
+from .sizes import memory_of, whole_records, with_room
 from .stats import Memory, Stats
 
-_GROWTH_TOKENS = 1024
 _DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -117,11 +117,7 @@ class HiSparseCache(Cache):
             reserve_bytes=2 * reachable // len(family.hosted),
         )
         self.padding = Padding()
-        layers = family.layers(self._settings, self.padding)
-        for index, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:
-                layers[index] = ResidentLayer(index, self.padding)
-        super().__init__(layers=layers)
+        super().__init__(layers=new_layers(config, family, self._settings, self.padding))
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
@@ -177,6 +173,8 @@ class HiSparseCache(Cache):
         self._check_whole()
         first = self.hosted_layers[0]
         tokens, batch = first.get_seq_length() + key_states.shape[2], key_states.shape[0]
+        if tokens <= first.room_for(key_states, value_states):
+            return
 
         def asked(
             tokens: int,
@@ -186,14 +184,14 @@ class HiSparseCache(Cache):
         self._plan_growth(tokens, asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
 
     def _plan_growth(self, tokens: int, asked: Callable[[int], int], purpose: str) -> None:
-        """Decide how far to grow if `tokens` tokens do not fit: an eighth further while that can be had."""
-        if not asked(tokens):
-            return
-        further = tokens + max(_GROWTH_TOKENS, tokens // 8)
-        target = further if asked(further) <= self._host_memory_left() else tokens
+        """Decide how far all layers grow for `tokens` tokens: with room for more while that can be had."""
+        target, least = (whole_records(self._family, count) for count in (with_room(tokens), tokens))
+        if asked(target) > self._host_memory_left():
+            target = least
         self._check_host_memory(asked(target), purpose)
-        for layer in self.hosted_layers:
-            layer.growth_target = target
+        for layer in self.layers:
+            if isinstance(layer, HostedLayer | ResidentLayer):
+                layer.growth_target = target
 
     def _check_whole(self) -> None:
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
@@ -290,6 +288,8 @@ class HiSparseCache(Cache):
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
         self._check_whole()
         total = self.get_seq_length() + tokens
+        if total <= self.capacity:
+            return
         self._plan_growth(
             total,
             lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers),
@@ -399,23 +399,7 @@ class HiSparseCache(Cache):
 
     def memory(self) -> Memory:
         """Where the bytes are."""
-        hosted = [layer for layer in self.hosted_layers if layer.shape is not None]
-        resident = [layer for layer in self.layers if isinstance(layer, ResidentLayer)]
-        other = [layer for layer in self.layers if not isinstance(layer, HostedLayer | ResidentLayer)]
-        held = [
-            tensor for layer in other for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)
-        ]
-        padding = 0 if self.padding.allowed is None else self.padding.allowed.nbytes
-        return Memory(
-            buffer_bytes=sum(layer.buffer.buffer_nbytes for layer in hosted),
-            selector_bytes=sum(layer.state.nbytes for layer in hosted),
-            table_bytes=sum(layer.table_nbytes for layer in hosted)
-            + sum(layer.table_nbytes for layer in resident)
-            + padding,
-            native_bytes=sum(layer.kv_nbytes for layer in resident) + sum(tensor.nbytes for tensor in held),
-            host_bytes=sum(layer.host_nbytes for layer in hosted),
-            host_reserved_bytes=sum(layer.pool.area.size for layer in hosted),
-        )
+        return memory_of(self.layers, self.padding)
 
     def __repr__(self) -> str:
         settings, memory = self._settings, self.memory()

@@ -137,6 +137,22 @@ class PinnedArea:
         return list(itertools.pairwise(cuts))
 
 
+class ImaginedArea(PinnedArea):
+    """An area of any size that takes nothing, for layers on the meta device."""
+
+    def __init__(self) -> None:
+        self.reserved = 2**60
+        self.size = 0
+        self.edges = [0]
+        self.bytes = torch.empty(self.reserved, dtype=torch.uint8, device="meta")
+        self._pin = False
+
+
+def host_area(reserve: int, device: torch.device) -> PinnedArea:
+    """The area for the host pool of a layer that attends on `device`, in `reserve` bytes of address space."""
+    return ImaginedArea() if device.type == "meta" else PinnedArea(reserve, pin=device.type == "cuda")
+
+
 def _unpin(addresses: list[int]) -> None:
     if addresses and torch.cuda.is_available():
         torch.cuda.synchronize()  # kernels in flight may still read the area

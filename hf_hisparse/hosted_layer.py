@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .host_memory import PinnedArea, whole_pages
+from .host_memory import PinnedArea, host_area, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .padding import Padding
@@ -109,15 +109,13 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Build pool, buffer and selector state for keys and values of this shape, on their device."""
-        batch, heads, _, key_width = key_states.shape
-        device = key_states.device
-        shape = LayerShape(self.layer_idx, batch, heads, key_width, key_states.dtype, device)
-        layout = self.layout_for(key_states, value_states)
+        shape, layout = self._shape_of(key_states), self.layout_for(key_states, value_states)
+        device = shape.device
         if self._area is None:
-            self._area = PinnedArea(self.settings.reserve_bytes, pin=device.type == "cuda")
+            self._area = host_area(self.settings.reserve_bytes, device)
         if not self._fits(shape, layout):
             self.layout = layout
-            self.pool = HostPool(batch, heads, layout, device, self._area)
+            self.pool = HostPool(shape.batch, shape.heads, layout, device, self._area)
             self.buffer = self.new_buffer(shape, layout)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -131,7 +129,10 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer:
         """The empty hot buffer of this layer."""
-        return HotBuffer(shape.lanes, self.settings.device_buffer_records, layout, shape.device)
+        settings = self.settings
+        return HotBuffer(
+            shape.lanes, settings.device_buffer_records, layout, shape.device, selected=settings.top_k
+        )
 
     @abstractmethod
     def new_state(self, shape: LayerShape) -> Any:
@@ -172,6 +173,17 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
         """Whether what a reset left behind can serve this shape."""
         return shape == self.shape and layout == self.layout and self.pool.host_batch == shape.batch
+
+    def _shape_of(self, key_states: torch.Tensor) -> LayerShape:
+        batch, heads, _, key_width = key_states.shape
+        return LayerShape(self.layer_idx, batch, heads, key_width, key_states.dtype, key_states.device)
+
+    def room_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """Tokens of this shape that there is room for."""
+        if self._length:
+            return self.capacity
+        shape, layout = self._shape_of(key_states), self.layout_for(key_states, value_states)
+        return self.capacity if self.shape is not None and self._fits(shape, layout) else 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -384,7 +396,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         batch = rows.numel()
         self.pool.wait()
         if batch > self.pool.host_batch:
-            self._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
+            self._area = host_area(self.settings.reserve_bytes, self.shape.device)
         self.pool.rearrange(rows, self.layout.count(self._length), self._area)
         if self._length % self.layout.tokens:
             self.pool.own(self._length // self.layout.tokens)
@@ -419,7 +431,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         if not self._length or self.shape is None:
             other.shape, other._area, other.is_initialized = None, None, False
             return other
-        other._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
+        other._area = host_area(self.settings.reserve_bytes, self.shape.device)
         other.pool = self.pool.clone(self.layout.count(self._length), other._area)
         other.buffer = self.buffer.clone()
         other.state = self.state.clone()

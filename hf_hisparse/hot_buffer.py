@@ -29,9 +29,16 @@ class HotBuffer:
         Slots from least to most recently used; empty slots are the oldest.
     counters : int64 ``[lanes, 2]``
         Records read, and those of them that were missing, since the lanes were last rearranged; see `totals`.
+
+    Parameters
+    ----------
+    selected : int
+        Records per selection to expect, so that no step has to make room for its outputs.
     """
 
-    def __init__(self, lanes: int, slots: int, layout: RecordLayout, device: torch.device) -> None:
+    def __init__(
+        self, lanes: int, slots: int, layout: RecordLayout, device: torch.device, selected: int = 0
+    ) -> None:
         self.layout = layout
         self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=device)
         self.page_table = torch.empty((lanes, 0), dtype=torch.int32, device=device)
@@ -39,7 +46,7 @@ class HotBuffer:
         self.order = torch.arange(slots, dtype=torch.int32, device=device).repeat(lanes, 1)
         self.counters = torch.zeros((lanes, 2), dtype=torch.int64, device=device)
         self._counted = torch.zeros(2, dtype=torch.int64, device=device)
-        self._allocate_outputs(0)
+        self._allocate_outputs(selected)
 
     def _allocate_outputs(self, k: int) -> None:
         lanes, device = self.order.shape[0], self.order.device

@@ -18,8 +18,6 @@ from .records import moved
 from .rows import RearrangedRows, lanes_of
 from .versions import new_version
 
-_GROWTH_TOKENS = 1024
-
 
 class ResidentLayer(RearrangedRows, DynamicLayer):
     """What `DynamicLayer` is, in memory that grows in steps instead of with every token.
@@ -38,6 +36,7 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.padding = padding
+        self.growth_target = 0  # tokens that the cache wants room for when the layer must grow
         self._length = 0
         self.version = new_version()
 
@@ -68,7 +67,7 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         lanes, capacity, width = self.rows.shape
         if tokens <= capacity:
             return
-        rows = self.rows.new_empty((lanes, tokens + max(_GROWTH_TOKENS, tokens // 8), width))
+        rows = self.rows.new_empty((lanes, max(tokens, self.growth_target), width))
         rows[:, :capacity] = self.rows
         self.rows = rows
         self.slots = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device).repeat(lanes, 1)

@@ -9,8 +9,10 @@ from transformers.cache_utils import DynamicLayer
 
 from ..hosted_layer import LayerSettings
 from ..padding import Padding
+from ..resident_layer import ResidentLayer
 from ..selector import Selector
 from .gqa import GqaLayer
+from .kv_shape import KvShape, gqa_shape
 from .mla import MLA_MODES, LatentFamily
 
 
@@ -40,11 +42,17 @@ class Family(Protocol):
     def connect(self, layers: list[Any]) -> None:
         """Let copies of these layers know each other."""
 
+    def kv_shape(self, index: int, hosted: bool) -> KvShape:
+        """What layer `index` is handed in a `HiSparseCache`, or, if not `hosted`, in transformers' own caches."""
+
 
 class SelectorFamily:
     """Decoders with grouped-query attention, for which a `Selector` chooses."""
 
-    def __init__(self, layers: list[Any], hosted: list[int], selector: Selector) -> None:
+    def __init__(
+        self, decoder: PreTrainedConfig, layers: list[Any], hosted: list[int], selector: Selector
+    ) -> None:
+        self._decoder = decoder
         self.selector = selector
         self.page_size, self.top_k = selector.page_size, selector.top_k
         self.budget = f"the selector's budget of {self.page_size * self.top_k} tokens ({self.top_k} pages)"
@@ -61,8 +69,24 @@ class SelectorFamily:
     def connect(self, layers: list[Any]) -> None:
         """No layer needs another."""
 
+    def kv_shape(self, index: int, hosted: bool) -> KvShape:
+        """See `Family.kv_shape`."""
+        return gqa_shape(self._decoder, index)
+
     def __repr__(self) -> str:
         return repr(self.selector)
+
+
+def new_layers(
+    config: PreTrainedConfig, family: Family, settings: LayerSettings, padding: Padding
+) -> list[Any]:
+    """The layers of an empty cache, none of which another cache has."""
+    native = DynamicCache(config=config).layers
+    layers = family.layers(settings, padding)
+    for index in set(range(len(layers))) - set(family.hosted):
+        dense = type(native[index]) is DynamicLayer
+        layers[index] = ResidentLayer(index, padding) if dense else native[index]
+    return layers
 
 
 def family_of(
@@ -141,4 +165,4 @@ def _selector_family(
             f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({', '.join(kinds)}), none of which is full "
             f"attention beyond the first dense_layers={selector.dense_layers}: lower dense_layers, or use DynamicCache"
         )
-    return SelectorFamily(layers, hosted, selector)
+    return SelectorFamily(decoder, layers, hosted, selector)
