@@ -18,7 +18,7 @@ from .enable import enable, text_config
 from .graphs import DecodeGraphs
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
-from .models.family import Family, family_of, new_layers
+from .models.family import checked_buffer, family_of, new_layers
 from .padding import Padding
 from .resident_layer import ResidentLayer
 from .selector import Selector
@@ -103,7 +103,7 @@ class HiSparseCache(Cache):
         family = family_of(
             config, selector, mla_mode, parse_bytes(prefill_memory, "prefill_memory"), prefetch
         )
-        buffer_tokens = _checked_buffer(device_buffer_tokens, family)
+        buffer_tokens = checked_buffer(device_buffer_tokens, family)
         if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:
             raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
         self._host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
@@ -417,16 +417,3 @@ class HiSparseCache(Cache):
             f"  host: {format_bytes(memory.host_bytes)} in use, {format_bytes(memory.host_reserved_bytes)} held\n"
             f"  CUDA graphs: {self.graphs!r}"
         )
-
-
-def _checked_buffer(tokens: int | None, family: Family) -> int:
-    budget, size = family.top_k * family.page_size, family.page_size
-    if tokens is None:
-        return 2 * budget
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < budget or tokens % size:
-        least = -(-max(tokens, budget) // size) * size if isinstance(tokens, int) else 2 * budget
-        raise ValueError(
-            f"device_buffer_tokens={tokens!r}, must be a whole number, a multiple of the page size {size} and at least "
-            f"{family.budget}: take {least}"
-        )
-    return tokens

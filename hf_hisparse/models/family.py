@@ -89,6 +89,20 @@ def new_layers(
     return layers
 
 
+def checked_buffer(tokens: int | None, family: Family) -> int:
+    """Tokens of a hot buffer, per lane; by default twice what a query reads (ValueError if they do not fit the family)."""
+    budget, size = family.top_k * family.page_size, family.page_size
+    if tokens is None:
+        return 2 * budget
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < budget or tokens % size:
+        least = -(-max(tokens, budget) // size) * size if isinstance(tokens, int) else 2 * budget
+        raise ValueError(
+            f"device_buffer_tokens={tokens!r}, must be a whole number, a multiple of the page size {size} and at least "
+            f"{family.budget}: take {least}"
+        )
+    return tokens
+
+
 def family_of(
     config: PreTrainedConfig, selector: Selector | None, mla_mode: str, prefill_memory: int, prefetch: bool
 ) -> Family:
