@@ -18,6 +18,8 @@ class CachePlan:
     name : str
     device : Memory
         Its bytes; of `DynamicCache` all are `native_bytes`.
+    prefill_chunk : int
+        Tokens per call of prefill that the activations are for.
     activations : int
         The estimate of `activation_bytes`.
     needed : int
@@ -31,6 +33,7 @@ class CachePlan:
 
     name: str
     device: Memory
+    prefill_chunk: int
     activations: int
     needed: int
     fits: bool
@@ -50,8 +53,6 @@ class Plan:
         Bytes there are.
     weights : int
         Bytes; see `weight_bytes`.
-    prefill_chunk : int
-        Tokens per call of prefill that the activations are for; `context` for all at once.
     caches : tuple of CachePlan
         `DynamicCache`, the same offloaded, `HiSparseCache`.
     device_buffer_tokens : int
@@ -78,7 +79,6 @@ class Plan:
     device_memory: int
     host_memory: int
     weights: int
-    prefill_chunk: int
     caches: tuple[CachePlan, ...]
     device_buffer_tokens: int
     resident: bool
@@ -96,19 +96,19 @@ class Plan:
 
     def __str__(self) -> str:
         def row(label: str, value: Callable[[CachePlan], str]) -> str:
-            return f"{label:<40}" + "".join(f"{value(cache):>15}" for cache in self.caches)
+            return f"{label:<30}" + "".join(f"{value(cache):>15}" for cache in self.caches)
 
         def size(label: str, name: str) -> str:
             return row(label, lambda cache: format_bytes(getattr(cache.device, name) or 0))
 
-        chunk = "whole prompt" if self.prefill_chunk >= self.context else f"chunks of {self.prefill_chunk}"
         lines = [
             f"{self.model}, {self.context} tokens x {self.batch}, {self.selector}",
             f"GPU {format_bytes(self.device_memory)}, host {format_bytes(self.host_memory)}",
             "",
             row("", lambda cache: cache.name),
             row("weights", lambda cache: format_bytes(self.weights)),
-            row(f"activations, {chunk} (estimate)", lambda cache: format_bytes(cache.activations)),
+            row("prefill, tokens per call", lambda cache: str(cache.prefill_chunk)),
+            row("activations (estimate)", lambda cache: format_bytes(cache.activations)),
             size("hot buffers", "buffer_bytes"),
             size("selector state", "selector_bytes"),
             size("page tables, order, masks", "table_bytes"),

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
@@ -30,126 +31,151 @@ DSA_MISSES = {
 }  # GLM-5.1, 100,384 tokens: HiSparse (arXiv 2608.07009), figure 6
 _CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024)
 _PREFILL_MEMORY = 2**31  # the default of `HiSparseCache`
+_SHARE = 4  # calls of prefill are such that HiSparse's hot buffers have most of what weights leave
 _USABLE = 0.97  # of a GPU's memory: the allocator's blocks are never filled to the last byte
-_MOST_TOKENS, _MOST_ROWS = 2**24, 2**12
-_Measure = Callable[[int, int], tuple[Memory, bool]]
+_MOST_TOKENS, _MOST_ROWS = 2**22, 2**10
+
+
+class _Needs(NamedTuple):
+    """What a cache holds, and the most device memory that it takes at once."""
+
+    memory: Memory
+    device: int
+
+
+class _Chunk(NamedTuple):
+    """Tokens per call of prefill, and their activations."""
+
+    rows: int
+    activations: int
 
 
 @dataclass(frozen=True)
-class _Machine:
+class _Planner:
+    """The figures of one model on one machine, as functions of batch and context.
+
+    Attributes
+    ----------
+    sizes : Sizes
+    selects : bool
+        Whether the model selects by itself.
+    weights, device, host : int
+        Bytes that the weights take, and that a model may have.
+    chunk : int or None
+        Tokens per call of prefill, None to choose.
+    """
+
+    sizes: Sizes
+    selects: bool
+    weights: int
     device: int
     host: int
+    chunk: int | None
 
+    @property
+    def family(self) -> Family:
+        """Of the model."""
+        return self.sizes.family
 
-class _Planner:
-    """The figures of one model on one machine, as functions of batch and context."""
+    @property
+    def left(self) -> int:
+        """Device bytes for caches and activations."""
+        return int(_USABLE * self.device) - self.weights
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        selector: Selector | None,
-        dtype: torch.dtype,
-        machine: _Machine,
-        weights: int,
-        chunk: int | None,
-    ) -> None:
-        self.family, self.selects = _family(config, selector)
-        self.config, self.dtype, self.machine, self.weights, self.chunk = (
-            config,
-            dtype,
-            machine,
-            weights,
-            chunk,
+    def chunks(self, batch: int, context: int) -> list[_Chunk]:
+        """Ways to split a prefill, the longest calls first."""
+        sizes = (
+            [min(self.chunk, context)]
+            if self.chunk
+            else [context, *(rows for rows in _CHUNKS if rows < context)]
         )
-        settings = LayerSettings(self.family.top_k, self.family.top_k, 32, False, 0)
-        self.sizes = Sizes(config, self.family, settings, dtype)
+        extra = _PREFILL_MEMORY if self.selects else 0
+        config, dtype = self.sizes.config, self.sizes.dtype
+        return [_Chunk(rows, activation_bytes(config, batch, rows, context, dtype, extra)) for rows in sizes]
 
-    def prefill(self, batch: int, context: int) -> tuple[int, int]:
-        """Tokens per call of prefill, and its activations: the longest call that takes a quarter of what weights leave."""
-        left = int(_USABLE * self.machine.device) - self.weights
-        chunks = [self.chunk] if self.chunk else [context, *(size for size in _CHUNKS if size < context)]
-        for size in chunks:
-            extra = _PREFILL_MEMORY if self.selects else 0
-            rows = min(size, context)
-            activations = activation_bytes(self.config, batch, rows, context, self.dtype, extra)
-            if 4 * activations <= left:
-                break
-        return rows, activations
+    def fits(self, needs: _Needs, activations: int) -> bool:
+        """Whether a cache fits beside so many bytes of activations."""
+        return needs.device + activations <= self.left and needs.memory.host_reserved_bytes <= self.host
 
-    def left(self, batch: int, context: int) -> int:
-        """Device bytes for a cache."""
-        return int(_USABLE * self.machine.device) - self.weights - self.prefill(batch, context)[1]
+    def choose(self, needs: _Needs, batch: int, context: int, share: int = 1) -> _Chunk:
+        """The longest calls beside which a cache fits and that take at most one part in `share` of what weights leave."""
+        chunks = self.chunks(batch, context)
+        good = (
+            chunk
+            for chunk in chunks
+            if share * chunk.activations <= self.left and self.fits(needs, chunk.activations)
+        )
+        return next(good, chunks[-1])
 
-    def dynamic(self, batch: int, context: int) -> tuple[Memory, bool]:
-        """A `DynamicCache`, and whether it fits; each step needs one layer a second time."""
+    def dynamic(self, batch: int, context: int) -> _Needs:
+        """A `DynamicCache`; each step needs one layer a second time."""
         layers = self.sizes.dynamic(batch, context)
-        held = Memory(native_bytes=sum(layers))
-        return held, held.device_bytes + max(layers) <= self.left(batch, context)
+        return _Needs(Memory(native_bytes=sum(layers)), sum(layers) + max(layers))
 
-    def offloaded(self, batch: int, context: int) -> tuple[Memory, bool]:
+    def offloaded(self, batch: int, context: int) -> _Needs:
         """The same, offloaded: two layers on the device, all on the host."""
         layers = self.sizes.dynamic(batch, context)
         held = Memory(native_bytes=2 * max(layers), host_bytes=sum(layers), host_reserved_bytes=sum(layers))
-        fits = held.device_bytes + max(layers) <= self.left(batch, context)
-        return held, fits and held.host_reserved_bytes <= self.machine.host
+        return _Needs(held, 3 * max(layers))
 
-    def smallest(self, batch: int, context: int) -> tuple[Memory, bool]:
+    def smallest(self, batch: int, context: int) -> _Needs:
         """A `HiSparseCache` with the smallest hot buffer and no room for growth."""
-        return self.hisparse(batch, context, self.family.top_k, (context,))
+        return self.hisparse(batch, context, whole_records(self.family, context), self.family.top_k)
 
-    def hisparse(
-        self, batch: int, context: int, records: int, rooms: tuple[int, ...] = ()
-    ) -> tuple[Memory, bool]:
-        """A `HiSparseCache` with such a hot buffer, with room for growth if that can be had."""
-        left = self.left(batch, context)
-        for tokens in rooms or (with_room(context), context):
+    def hisparse(self, batch: int, context: int, capacity: int, records: int) -> _Needs:
+        """A `HiSparseCache` with room for `capacity` tokens and hot buffers of `records` per lane."""
+        held = self.sizes.memory(batch, context, capacity, records)
+        return _Needs(held, held.device_bytes)
+
+    def largest_hisparse(self, batch: int, context: int, records: int | None) -> tuple[_Needs, int, _Chunk]:
+        """What to give a `HiSparseCache` (with `records` or the largest buffer that fits): its needs, records, and calls."""
+        chunk = self.choose(self.smallest(batch, context), batch, context, share=_SHARE)
+        for tokens in (with_room(context), context):  # room for growth if that can be had
             capacity = whole_records(self.family, tokens)
-            held = self.sizes.memory(batch, context, capacity, records)
-            if held.device_bytes <= left and held.host_reserved_bytes <= self.machine.host:
-                return held, True
-        return held, False
+            found = records or self.sizes.most_records(batch, capacity, self.left - chunk.activations)
+            needs = self.hisparse(batch, context, capacity, found or self.family.top_k)
+            if found and self.fits(needs, chunk.activations):
+                break
+        return needs, found or self.family.top_k, chunk
 
-    def records(self, batch: int, context: int) -> int:
-        """Records per lane of the largest hot buffer that fits; the smallest possible if none does."""
-        left = self.left(batch, context)
-        capacities = (whole_records(self.family, tokens) for tokens in (with_room(context), context))
-        found = (self.sizes.most_records(batch, capacity, left) for capacity in capacities)
-        return next((records for records in found if records), self.family.top_k)
+    def cache(
+        self,
+        name: str,
+        needs: _Needs,
+        chunk: _Chunk,
+        measure: Callable[[int, int], _Needs],
+        batch: int,
+        context: int,
+    ) -> CachePlan:
+        """What one kind of cache needs, and how far it reaches (`measure`)."""
 
-    def compare(self, batch: int, context: int, records: int) -> tuple[CachePlan, ...]:
-        """`DynamicCache`, the same offloaded, and `HiSparseCache` with such a hot buffer."""
-        activations = self.prefill(batch, context)[1]
+        def can(batch: int, context: int) -> bool:
+            return self.fits(measure(batch, context), self.chunks(batch, context)[-1].activations)
 
-        def needs(name: str, held: tuple[Memory, bool], measure: _Measure) -> CachePlan:
-            memory, fits = held
-            return CachePlan(
-                name,
-                memory,
-                activations,
-                self.weights + activations + memory.device_bytes,
-                fits,
-                largest(lambda rows: measure(rows, context)[1], 1, _MOST_ROWS),
-                largest(lambda tokens: measure(batch, tokens)[1], 1, _MOST_TOKENS),
-            )
-
-        return (
-            needs("DynamicCache", self.dynamic(batch, context), self.dynamic),
-            needs("offloaded", self.offloaded(batch, context), self.offloaded),
-            needs("HiSparseCache", self.hisparse(batch, context, records), self.smallest),
+        return CachePlan(
+            name,
+            needs.memory,
+            chunk.rows,
+            chunk.activations,
+            self.weights + chunk.activations + needs.device,
+            self.fits(needs, chunk.activations),
+            largest(lambda rows: can(rows, context), 1, _MOST_ROWS),
+            largest(lambda tokens: can(batch, tokens), 1, _MOST_TOKENS),
         )
 
     def missing(self, batch: int, context: int) -> list[str]:
         """What there is too little of for a `HiSparseCache`."""
-        if self.weights >= self.machine.device:
+        if self.weights >= self.device:
             return [f"the weights alone take {format_bytes(self.weights)} (quantise them, or use more GPUs)"]
-        held, _ = self.smallest(batch, context)
+        needs, activations = self.smallest(batch, context), self.chunks(batch, context)[-1].activations
+        held = needs.memory
         short = []
-        if (over := held.device_bytes - self.left(batch, context)) > 0:
+        if (over := needs.device + activations - self.left) > 0:
             short.append(
                 f"the GPU is short of {format_bytes(over)} even with the smallest hot buffer, {self.family.top_k} records "
                 f"(selector state {format_bytes(held.selector_bytes)}, KV that stays there {format_bytes(held.native_bytes)})"
             )
-        if (over := held.host_reserved_bytes - self.machine.host) > 0:
+        if (over := held.host_reserved_bytes - self.host) > 0:
             short.append(f"the host is short of {format_bytes(over)}")
         return short
 
@@ -186,8 +212,7 @@ def plan(
     device_buffer_tokens : int, optional
         Default: the largest hot buffer that fits.
     prefill_chunk : int, optional
-        ``prefill_chunk_size`` of generate. Default: the longest call whose activations take no more than a quarter of what
-        the weights leave.
+        ``prefill_chunk_size`` of generate. Default: the longest calls beside which the cache fits.
     dtype : torch.dtype, optional
         Default: the configuration's.
     weights : int or str, optional
@@ -206,31 +231,38 @@ def plan(
     for name, value in (("context", context), ("batch", batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"plan: {name}={value!r}, must be a whole number of at least 1")
-    machine = _Machine(_device_memory(device_memory), _host_memory(host_memory))
     dtype = dtype or model_dtype(config)
-    planner = _Planner(config, selector, dtype, machine, _weights(weights, config, dtype), prefill_chunk)
-    family = planner.family
-    if device_buffer_tokens is None:
-        records = planner.records(batch, context)
-    else:
-        records = checked_buffer(device_buffer_tokens, family) // family.page_size
-    caches = planner.compare(batch, context, records)
+    family, selects = _family(config, selector)
+    settings = LayerSettings(family.top_k, family.top_k, 32, False, 0)
+    planner = _Planner(
+        Sizes(config, family, settings, dtype),
+        selects,
+        _weights(weights, config, dtype),
+        _device_memory(device_memory),
+        _host_memory(host_memory),
+        prefill_chunk,
+    )
+    asked = device_buffer_tokens and checked_buffer(device_buffer_tokens, family) // family.page_size
+    needs, records, chunk = planner.largest_hisparse(batch, context, asked)
+    caches = [planner.cache("HiSparseCache", needs, chunk, planner.smallest, batch, context)]
+    for name, measure in (("offloaded", planner.offloaded), ("DynamicCache", planner.dynamic)):
+        other = measure(batch, context)
+        chunk = planner.choose(other, batch, context)
+        caches.insert(0, planner.cache(name, other, chunk, measure, batch, context))
     resident = records * family.page_size >= context
-    curve = misses if misses is not None else DSA_MISSES if planner.selects else QUEST_MISSES
+    curve = misses if misses is not None else DSA_MISSES if selects else QUEST_MISSES
     rate = 0.0 if resident else _miss_rate(curve, records / family.top_k)
-    read = caches[-1].device.buffer_bytes // records * family.top_k
-    chunk, _ = planner.prefill(batch, context)
+    read = needs.memory.buffer_bytes // records * family.top_k
     use, advice = _advice(planner, caches, batch, context, records)
     return Plan(
         model=f"{config.model_type}, {str(dtype).removeprefix('torch.')}",
         selector=repr(family),
         context=context,
         batch=batch,
-        device_memory=machine.device,
-        host_memory=machine.host,
+        device_memory=planner.device,
+        host_memory=planner.host,
         weights=planner.weights,
-        prefill_chunk=chunk,
-        caches=caches,
+        caches=tuple(caches),
         device_buffer_tokens=records * family.page_size if caches[-1].fits else 0,
         resident=resident,
         miss_rate=rate,
@@ -285,11 +317,11 @@ def _miss_rate(misses: float | Mapping[float, float] | Stats, multiple: float) -
 
 
 def _advice(
-    planner: _Planner, caches: tuple[CachePlan, ...], batch: int, context: int, records: int
+    planner: _Planner, caches: list[CachePlan], batch: int, context: int, records: int
 ) -> tuple[bool, str]:
     """Whether to use HiSparse, and why."""
     dynamic, _, hisparse = caches
-    card = format_bytes(planner.machine.device)
+    card = format_bytes(planner.device)
     further = (
         f"From batch {dynamic.largest_batch + 1}, or {dynamic.largest_context + 1} tokens, on it does not."
         if hisparse.largest_batch > dynamic.largest_batch
@@ -301,7 +333,7 @@ def _advice(
             f"long as it does. {further}"
         )
     if hisparse.fits:
-        family, chunk = planner.family, planner.prefill(batch, context)[0]
+        family, chunk = planner.family, hisparse.prefill_chunk
         selector = "" if planner.selects else f"{family!r}, "
         call = f"HiSparseCache(model, {selector}device_buffer_tokens={records * family.page_size})"
         chunked = "" if chunk >= context else f", prefill_chunk_size={chunk}"

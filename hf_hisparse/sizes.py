@@ -109,10 +109,17 @@ class Sizes:
 
     def dynamic(self, batch: int, tokens: int) -> list[int]:
         """Bytes that each layer of a `DynamicCache` holds."""
-        layers = DynamicCache(config=self.config).layers
-        for index, layer in enumerate(layers):
-            _take(layer, self.family.kv_shape(index, hosted=False), batch, tokens, self.dtype)
-        return [sum(tensor.nbytes for tensor in _tensors(layer)) for layer in layers]
+        bytes_of: dict[tuple[Any, ...], int] = {}  # many layers are alike
+
+        def held(index: int, layer: Any) -> int:
+            shape = self.family.kv_shape(index, hosted=False)
+            kind = (type(layer), getattr(layer, "sliding_window", None), shape)
+            if kind not in bytes_of:
+                _take(layer, shape, batch, tokens, self.dtype)
+                bytes_of[kind] = sum(tensor.nbytes for tensor in _tensors(layer))
+            return bytes_of[kind]
+
+        return [held(index, layer) for index, layer in enumerate(DynamicCache(config=self.config).layers)]
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:

@@ -81,7 +81,7 @@ def test_use_it():
     dynamic, _, hisparse = planned.caches
     assert planned.use and planned.advice.startswith("Use HiSparse")
     assert f"device_buffer_tokens={planned.device_buffer_tokens}" in planned.advice
-    assert f"prefill_chunk_size={planned.prefill_chunk}" in planned.advice
+    assert f"prefill_chunk_size={hisparse.prefill_chunk}" in planned.advice
     assert not dynamic.fits and dynamic.needed > 24 * GIB
     assert hisparse.fits and hisparse.needed <= 16 * GIB
     assert planned.device_buffer_tokens % 16 == 0 and 2048 <= planned.device_buffer_tokens < 131072
@@ -119,7 +119,7 @@ def test_the_largest_fit_and_what_is_larger_does_not():
     config = _config(6)
 
     def small(context: int, batch: int):
-        return plan(config, context=context, batch=batch, device_memory="4GiB", host_memory="16GiB")
+        return plan(config, context=context, batch=batch, device_memory="8GiB", host_memory="16GiB")
 
     planned = small(30000, 2)
     for index in (0, 2):
