@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
 from typing import Any
 
 import torch
@@ -16,14 +16,18 @@ from .active import current_call
 from .attention import BASES
 from .enable import enable, text_config
 from .graphs import DecodeGraphs
-from .host_memory import available_host_memory, format_bytes, parse_bytes
+from .host_memory import format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
+from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
 from .models.family import checked_buffer, family_of, new_layers
+from .needs import model_dtype
 from .padding import Padding
 from .resident_layer import ResidentLayer
 from .selector import Selector
-from .sizes import memory_of, whole_records, with_room
+from .sizes import Sizes, memory_of
 from .stats import Memory, Stats
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = (
     torch.bfloat16,
@@ -51,6 +55,11 @@ class HiSparseCache(Cache):
     device_buffer_tokens : int, optional
         Tokens per lane that each hosted layer keeps on the GPU: a multiple of the selector's page size, at least its
         budget (the model's ``index_topk``). Default: twice the budget.
+    device_memory : int or str, optional
+        Instead: the most GPU memory that this cache may hold, in bytes or as text ("6GiB"), with all that it keeps there.
+        Everything stays resident until that is full, then the least recently used leaves; as what grows with the history
+        grows, the hot buffers shrink. "auto" is what is free beside the activations of the call that makes it grow. Each copy
+        may hold as much again; while a layer grows, what it had lies beside what it gets.
     decode_rows : int
         A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
     host_memory : int or str, optional
@@ -88,6 +97,7 @@ class HiSparseCache(Cache):
         selector: Selector | None = None,
         *,
         device_buffer_tokens: int | None = None,
+        device_memory: int | str | None = None,
         decode_rows: int = 32,
         host_memory: int | str | None = None,
         mla_mode: str = "absorb",
@@ -100,28 +110,36 @@ class HiSparseCache(Cache):
         if not isinstance(config, PreTrainedConfig):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
             raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
-        family = family_of(
-            config, selector, mla_mode, parse_bytes(prefill_memory, "prefill_memory"), prefetch
-        )
+        extra = parse_bytes(prefill_memory, "prefill_memory")
+        family = family_of(config, selector, mla_mode, extra, prefetch)
+        if device_memory is not None and device_buffer_tokens is not None:
+            raise ValueError(
+                f"device_memory={device_memory!r} and device_buffer_tokens={device_buffer_tokens!r}: give one, either sets the "
+                "hot buffers"
+            )
         buffer_tokens = checked_buffer(device_buffer_tokens, family)
         if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:
             raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
-        self._host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        host_limit = HostLimit(host_memory)
         # Addresses only: a layer can at most hold what its share of the machine's memory allows.
-        reachable = max(self._host_limit or 0, available_host_memory())
         self._settings = LayerSettings(
             top_k=family.top_k,
             device_buffer_records=buffer_tokens // family.page_size,
             decode_rows=decode_rows,
             verify=verify,
-            reserve_bytes=2 * reachable // len(family.hosted),
+            reserve_bytes=2 * host_limit.reachable // len(family.hosted),
         )
+        dtype = model.dtype if isinstance(model, PreTrainedModel) else model_dtype(config)
+        sizes = Sizes(config, family, self._settings, dtype)
+        device_limit = None if device_memory is None else DeviceLimit(device_memory, sizes, extra)
+        self._limits = Limits(host_limit, device_limit, family, self._settings.device_buffer_records)
         self.padding = Padding()
         super().__init__(layers=new_layers(config, family, self._settings, self.padding))
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
         self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
+        self._warned = False
         if isinstance(model, PreTrainedModel):
             enable(model)
 
@@ -172,8 +190,11 @@ class HiSparseCache(Cache):
             )
         self._check_whole()
         first = self.hosted_layers[0]
-        tokens, batch = first.get_seq_length() + key_states.shape[2], key_states.shape[0]
-        if tokens <= first.room_for(key_states, value_states):
+        batch, _, rows, _ = key_states.shape
+        tokens = first.get_seq_length() + rows
+        self._note_positions(tokens)
+        room = first.room_for(key_states, value_states)
+        if tokens <= room:
             return
 
         def asked(
@@ -181,17 +202,35 @@ class HiSparseCache(Cache):
         ) -> int:  # hosted layers grow in step and, in every supported model, have one shape
             return first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
 
-        self._plan_growth(tokens, asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
+        purpose = f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}"
+        new = Call(batch, rows, key_states.dtype, key_states.device)
+        growth = self._limits.growth(tokens, asked, self.memory(), new, purpose)
+        if not room:  # what an earlier request of another shape left
+            for layer in self._own_layers:
+                layer.release()
+        self._grow(growth)
 
-    def _plan_growth(self, tokens: int, asked: Callable[[int], int], purpose: str) -> None:
-        """Decide how far all layers grow for `tokens` tokens: with room for more while that can be had."""
-        target, least = (whole_records(self._family, count) for count in (with_room(tokens), tokens))
-        if asked(target) > self._host_memory_left():
-            target = least
-        self._check_host_memory(asked(target), purpose)
-        for layer in self.layers:
-            if isinstance(layer, HostedLayer | ResidentLayer):
-                layer.growth_target = target
+    def _grow(self, growth: Growth) -> None:
+        """Let layers that must grow do so; hot buffers give way first."""
+        for layer in self._own_layers:
+            layer.growth_target = growth.capacity
+        for hosted in self.hosted_layers:
+            hosted.resize_buffer(growth.records)
+
+    @property
+    def _own_layers(self) -> list[HostedLayer | ResidentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, HostedLayer | ResidentLayer)]
+
+    def _note_positions(self, tokens: int) -> None:
+        """Warn once of a history beyond the model's positions, as transformers does for `generate`."""
+        most = getattr(text_config(self._config), "max_position_embeddings", None)
+        if most is not None and tokens > most and not self._warned:
+            self._warned = True
+            logger.warning(
+                "HiSparseCache: %d tokens are more than the model's max_position_embeddings=%d: it may answer worse, or fail",
+                tokens,
+                most,
+            )
 
     def _check_whole(self) -> None:
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
@@ -201,26 +240,6 @@ class HiSparseCache(Cache):
                 "cache.reset() and start again. If it happens again without another error, the model is not enabled (call "
                 "hf_hisparse.enable(model)) or changes its keys after the cache returned them (use DynamicCache)"
             )
-
-    def _host_memory_left(self) -> int:
-        if self._host_limit is None:
-            return available_host_memory()
-        return self._host_limit - self.memory().host_reserved_bytes
-
-    def _check_host_memory(self, asked: int, purpose: str) -> None:
-        left = max(0, self._host_memory_left()) if asked > 0 else 0
-        if asked <= left:
-            return
-        held = format_bytes(self.memory().host_reserved_bytes)
-        limit = (
-            "available"
-            if self._host_limit is None
-            else f"left of host_memory={format_bytes(self._host_limit)}"
-        )
-        raise MemoryError(
-            f"HiSparseCache: {purpose} need {format_bytes(asked)} more host memory, {format_bytes(left)} is {limit} "
-            f"({held} held already): lower the batch or the context, or raise host_memory if the machine has more"
-        )
 
     def check_batch(self, batch: int) -> None:
         """Refuse another batch size than that of the tokens held (ValueError)."""
@@ -243,6 +262,8 @@ class HiSparseCache(Cache):
         )
         held = self._states.get(layer_idx)
         if held is None or not layer.get_seq_length():
+            devices = {state[5] for state in self._states.values()} | {key_states.device}
+            self._limits.check_foreseen(layer_idx, got[1:4], devices)
             self._states[layer_idx] = got
             return
         if got == held:
@@ -288,13 +309,17 @@ class HiSparseCache(Cache):
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
         self._check_whole()
         total = self.get_seq_length() + tokens
+        self._note_positions(total)
         if total <= self.capacity:
             return
-        self._plan_growth(
+        growth = self._limits.growth(
             total,
             lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers),
-            f"{total} tokens",
+            self.memory(),
+            self._call_of(self._batch, tokens),
+            f"{total} tokens of {self._batch} row{'s' if self._batch > 1 else ''}",
         )
+        self._grow(growth)
         for layer in self.layers:
             layer.grow(total)  # type: ignore[union-attr]
 
@@ -341,9 +366,10 @@ class HiSparseCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
-        used = self.memory().host_bytes
-        self._check_host_memory(used * repeats, f"{repeats} copies of each row")
+        held = self.memory()
+        self._limits.host.check(held.host_bytes * repeats, held, f"{repeats} copies of each row")
         rows = torch.arange(self._batch).repeat_interleave(repeats)
+        self._make_way(rows.numel())
         super().batch_repeat_interleave(repeats)
         self._rows_changed(rows)
 
@@ -356,8 +382,23 @@ class HiSparseCache(Cache):
             raise ValueError(
                 f"batch_select_indices({indices}) keeps none of {self._batch} rows: call reset() to empty the cache"
             )
+        self._make_way(rows.numel())
         super().batch_select_indices(rows)
         self._rows_changed(rows)
+
+    def _make_way(self, batch: int) -> None:
+        """Shrink hot buffers, before anything else changes, such that there is device memory for `batch` rows."""
+        if batch <= self._batch:
+            return
+        purpose = f"{self.capacity} tokens of {batch} rows"
+        records = self._limits.records(self.memory(), self._call_of(batch, 1), self.capacity, purpose)
+        for layer in self.hosted_layers:
+            layer.resize_buffer(min(records, layer.buffer_records))
+
+    def _call_of(self, batch: int, rows: int) -> Call:
+        """A call like those before."""
+        *_, dtype, device = next(iter(self._states.values()))
+        return Call(batch, rows, dtype, device)
 
     @property
     def _batch(self) -> int:
@@ -376,8 +417,11 @@ class HiSparseCache(Cache):
             If the host cannot hold a second copy.
         """
         self._check_whole()
-        if self._host_limit is None:  # a limit holds for each cache, and the copy is as large as this one
-            self._check_host_memory(self.memory().host_reserved_bytes, "a copy of the cache")
+        if (
+            self._limits.host.size is None
+        ):  # else the copy is as large as this one, and has the same limit to itself
+            held = self.memory()
+            self._limits.host.check(held.host_reserved_bytes, held, "a copy of the cache")
         other = copy.copy(self)
         other.padding = self.padding.clone()
         other.layers = [
@@ -403,11 +447,12 @@ class HiSparseCache(Cache):
 
     def __repr__(self) -> str:
         settings, memory = self._settings, self.memory()
-        records = settings.device_buffer_records
-        size = self._family.page_size
+        records, size = self.hosted_layers[0].buffer_records, self._family.page_size
+        limit = self._limits.device
+        given = f"device_memory={limit.size or 'auto'}" if limit else f"device_buffer_tokens={records * size}"
         return (
-            f"HiSparseCache({self._family!r}, device_buffer_tokens={records * size}, "
-            f"decode_rows={settings.decode_rows}, host_memory={self._host_limit}, verify={settings.verify}, "
+            f"HiSparseCache({self._family!r}, {given}, "
+            f"decode_rows={settings.decode_rows}, host_memory={self._limits.host.size}, verify={settings.verify}, "
             f"graphs={self.graphs.enabled})\n"
             f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"

@@ -43,7 +43,7 @@ class LayerSettings:
     top_k : int
         Records that one query reads, per lane.
     device_buffer_records : int
-        Slots per lane.
+        Slots per lane, to begin with.
     decode_rows : int
         Most new tokens per row of a decode call.
     verify : bool
@@ -94,6 +94,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.shape: LayerShape | None = None
         self.steps = 0
         self.growth_target = 0  # tokens that the cache wants room for when the layer must grow
+        self.buffer_records = settings.device_buffer_records  # records of the hot buffer, per lane
         self._length = 0
         self._new: NewTokens | None = None
         self._area: PinnedArea | None = None
@@ -129,10 +130,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer:
         """The empty hot buffer of this layer."""
-        settings = self.settings
-        return HotBuffer(
-            shape.lanes, settings.device_buffer_records, layout, shape.device, selected=settings.top_k
-        )
+        return HotBuffer(shape.lanes, self.buffer_records, layout, shape.device, selected=self.settings.top_k)
 
     @abstractmethod
     def new_state(self, shape: LayerShape) -> Any:
@@ -255,6 +253,19 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.buffer.grow(capacity)
         self.state.grow(capacity)
         self.version = new_version()
+
+    def resize_buffer(self, records: int) -> None:
+        """Let the hot buffer have `records` slots per lane, those of the most recently used records among them."""
+        held, self.buffer_records = self.buffer_records, records
+        if self.shape is not None and records != held:
+            self.buffer.resize(records)
+            self.version = new_version()
+
+    def release(self) -> None:
+        """Give back the device memory that a reset left behind."""
+        self.shape, self.is_initialized = None, False
+        for name in ("pool", "buffer", "state", "position"):
+            vars(self).pop(name, None)
 
     # ------------------------------------------------------------------ parts of attention
 

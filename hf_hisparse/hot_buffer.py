@@ -70,6 +70,30 @@ class HotBuffer:
         if missing > 0:
             self.page_table = torch.nn.functional.pad(self.page_table, (0, missing), value=-1)
 
+    def resize(self, slots: int) -> torch.Tensor:
+        """Change to `slots` slots per lane; if those are fewer, the most recently used records stay.
+
+        Returns
+        -------
+        int64 ``[lanes, n]``
+            The slots that the first `n` slots were before.
+        """
+        lanes, held = self.order.shape
+        every = torch.arange(slots, dtype=torch.int32, device=self.order.device).repeat(lanes, 1)
+        if slots >= held:
+            kept = every[:, :held].long()
+            self.slot_records = torch.nn.functional.pad(self.slot_records, (0, slots - held), value=-1)
+            self.order = torch.cat([every[:, held:], self.order], dim=1)  # empty slots are the oldest
+        else:
+            kept = self.order[:, held - slots :].long()
+            now_at = torch.full_like(self.order, -1).scatter_(1, kept, every)
+            slot = now_at.gather(1, self.page_table.clamp(min=0).long())
+            self.page_table = torch.where(self.page_table >= 0, slot, self.page_table)
+            self.slot_records = self.slot_records.gather(1, kept)
+            self.order = every
+        self.data = resized(self.data, kept, slots)
+        return kept
+
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, pool: HostPool
     ) -> None:
@@ -190,3 +214,10 @@ class HotBuffer:
         """Records read and records missed since the last reset, over all lanes (waits for the device)."""
         read, missed = (self._counted + self.counters.sum(0)).tolist()
         return read, missed
+
+
+def resized(data: torch.Tensor, kept: torch.Tensor, slots: int) -> torch.Tensor:
+    """``[lanes, slots, elements]``, whose first rows are the rows `kept`, int64 ``[lanes, n]``, of `data`."""
+    out = data.new_empty((data.shape[0], slots, data.shape[2]))
+    out[:, : kept.shape[1]] = data.gather(1, kept[:, :, None].expand(-1, -1, data.shape[2]))
+    return out

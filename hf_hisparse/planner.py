@@ -149,9 +149,6 @@ class _Planner:
     ) -> CachePlan:
         """What one kind of cache needs, and how far it reaches (`measure`)."""
 
-        def can(batch: int, context: int) -> bool:
-            return self.fits(measure(batch, context), self.chunks(batch, context)[-1].activations)
-
         return CachePlan(
             name,
             needs.memory,
@@ -159,9 +156,22 @@ class _Planner:
             chunk.activations,
             self.weights + chunk.activations + needs.device,
             self.fits(needs, chunk.activations),
-            largest(lambda rows: can(rows, context), 1, _MOST_ROWS),
-            largest(lambda tokens: can(batch, tokens), 1, _MOST_TOKENS),
+            self.reach(measure, lambda rows: (rows, context), _MOST_ROWS),
+            self.reach(measure, lambda tokens: (batch, tokens), _MOST_TOKENS),
         )
+
+    def reach(
+        self, measure: Callable[[int, int], _Needs], sizes: Callable[[int], tuple[int, int]], most: int
+    ) -> int:
+        """The largest number for which a cache of these batch and context fits, beside the shortest calls of prefill."""
+
+        def device(number: int) -> int:
+            return measure(*sizes(number)).device + self.chunks(*sizes(number))[-1].activations
+
+        def host(number: int) -> int:
+            return measure(*sizes(number)).memory.host_reserved_bytes
+
+        return min(largest(device, 1, most, self.left), largest(host, 1, most, self.host))
 
     def missing(self, batch: int, context: int) -> list[str]:
         """What there is too little of for a `HiSparseCache`."""

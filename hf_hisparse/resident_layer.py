@@ -194,6 +194,11 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         self._length = 0
         self.is_initialized = False
 
+    def release(self) -> None:
+        """Give back the device memory that a reset left behind."""
+        self.rows, self.is_initialized = None, False
+        vars(self).pop("slots", None)
+
     def clone(self, padding: Padding) -> ResidentLayer:
         """An independent copy with the copy's `padding`."""
         other = copy.copy(self)

@@ -7,7 +7,7 @@ shapes and no memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,10 +57,11 @@ def _tensors(layer: Any) -> Iterator[torch.Tensor]:
     return (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
 
 
+@dataclass(frozen=True)
 class Sizes:
     """What caches of one model and one set of settings take.
 
-    Parameters
+    Attributes
     ----------
     config : PreTrainedConfig
     family : Family
@@ -69,10 +70,10 @@ class Sizes:
         Of keys and values.
     """
 
-    def __init__(
-        self, config: PreTrainedConfig, family: Family, settings: LayerSettings, dtype: torch.dtype
-    ) -> None:
-        self.config, self.family, self.settings, self.dtype = config, family, settings, dtype
+    config: PreTrainedConfig
+    family: Family
+    settings: LayerSettings
+    dtype: torch.dtype
 
     def memory(self, batch: int, tokens: int, capacity: int, records: int) -> Memory:
         """What a cache holds after a first call.
@@ -96,16 +97,21 @@ class Sizes:
         padding.reserve(batch, capacity, torch.device("meta"))
         return memory_of(layers, padding)
 
+    def smallest(self, batch: int, capacity: int) -> Memory:
+        """What a cache takes with the smallest hot buffer, when it is full."""
+        return self.memory(batch, capacity, capacity, self.family.top_k)
+
     def most_records(self, batch: int, capacity: int, device_bytes: int) -> int:
         """The largest hot buffer, in records per lane, with which a cache stays within `device_bytes` of device memory.
 
         No more than the history has records; 0 if even the records of one query are too many.
         """
 
-        def fits(records: int) -> bool:
-            return self.memory(batch, capacity, capacity, records).device_bytes <= device_bytes
+        def need(records: int) -> int:
+            return self.memory(batch, capacity, capacity, records).device_bytes
 
-        return largest(fits, self.family.top_k, max(self.family.top_k, capacity // self.family.page_size))
+        least, most = self.family.top_k, max(self.family.top_k, capacity // self.family.page_size)
+        return largest(need, least, most, device_bytes)
 
     def dynamic(self, batch: int, tokens: int) -> list[int]:
         """Bytes that each layer of a `DynamicCache` holds."""
@@ -122,15 +128,27 @@ class Sizes:
         return [held(index, layer) for index, layer in enumerate(DynamicCache(config=self.config).layers)]
 
 
-def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """The largest number from `least` to `most` that fits, 0 if none; what is larger than one that does not fit, does not."""
-    if not fits(least):
+def largest(need: Callable[[int], int], least: int, most: int, limit: int) -> int:
+    """The largest number from `least` to `most` whose need is within `limit`, 0 if none is.
+
+    The need must grow with the number. It is nearly always a straight line, so every other guess is where that would meet
+    the limit.
+    """
+    low, high = need(least), need(most)
+    if low > limit:
         return 0
-    if fits(most):
+    if high <= limit:
         return most
+    on_line = True
     while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
+        guess = least + (limit - low) * (most - least) // (high - low) if on_line else (least + most) // 2
+        guess = min(max(guess, least + 1), most - 1)
+        needed = need(guess)
+        if needed <= limit:
+            least, low = guess, needed
+        else:
+            most, high = guess, needed
+        on_line = not on_line
     return least
 
 

@@ -20,6 +20,7 @@ from ..padding import Padding
 from ..prefetch import FollowerBuffer, Group, Replay, prefetch
 from ..records import RecordLayout
 from ..selector import LayerShape
+from ..versions import new_version
 from .indexer import IndexerKeys
 from .kv_shape import KvShape, layer_config
 from .mla_attention import ExpandedAttention, UpProjection, absorbed_attention
@@ -111,6 +112,18 @@ class LatentLayer(HostedLayer):
         if self.padding.capturing:
             return self.state.write_at(indexer_key_states, self.position)
         return self.state.write(indexer_key_states, new.start)
+
+    def resize_buffer(self, records: int) -> None:
+        """See `HostedLayer.resize_buffer`; a leader does it for those that follow, in its slots."""
+        held, self.buffer_records = self.buffer_records, records
+        if self.shape is None or records == held:
+            return
+        self.version = new_version()
+        if isinstance(self.buffer, HotBuffer):
+            kept = self.buffer.resize(records)
+            for follower in self.group.followers_of(self):
+                assert isinstance(follower.buffer, FollowerBuffer)
+                follower.buffer.resize(records, kept)
 
     @property
     def obstacle(self) -> str | None:  # type: ignore[override]

@@ -48,5 +48,10 @@ def test_dsa(device, name, batch, tokens):
     assert vars(foreseen) == vars(held) | {"table_bytes": held.table_bytes + masks}
 
 
-def test_the_largest_buffer_that_fits():
-    assert [largest(lambda n, most=most: n <= most, 4, 9) for most in (3, 4, 7, 9, 12)] == [0, 4, 7, 9, 9]
+@pytest.mark.parametrize(
+    "need", [lambda n: n, lambda n: n * n, lambda n: 10 * (n // 4), lambda n: max(20, n)]
+)
+@pytest.mark.parametrize("limit", [0, 5, 20, 37, 80, 10**4])
+def test_the_largest_number_within_a_limit(need, limit):
+    within = [n for n in range(3, 51) if need(n) <= limit]
+    assert largest(need, 3, 50, limit) == (within[-1] if within else 0)
