@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from packaging.version import Version
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from . import saved
 from .active import current_call
 from .attention import BASES
 from .enable import enable, text_config
@@ -138,7 +141,10 @@ class HiSparseCache(Cache):
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
-        self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
+        # layer -> batch size, heads, key width, value width, dtype and device of what it holds
+        self.states: dict[int, tuple[Any, ...]] = {}
+        self.selector = selector
+        self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
         self._warned = False
         if isinstance(model, PreTrainedModel):
             enable(model)
@@ -189,6 +195,10 @@ class HiSparseCache(Cache):
                 "one of them"
             )
         self._check_whole()
+        self.make_room_for(key_states, value_states)
+
+    def make_room_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Let all layers make room for new tokens, of which these are the first hosted layer's (MemoryError as in `update`)."""
         first = self.hosted_layers[0]
         batch, _, rows, _ = key_states.shape
         tokens = first.get_seq_length() + rows
@@ -260,11 +270,11 @@ class HiSparseCache(Cache):
             key_states.dtype,
             key_states.device,
         )
-        held = self._states.get(layer_idx)
+        held = self.states.get(layer_idx)
         if held is None or not layer.get_seq_length():
-            devices = {state[5] for state in self._states.values()} | {key_states.device}
+            devices = {state[5] for state in self.states.values()} | {key_states.device}
             self._limits.check_foreseen(layer_idx, got[1:4], devices)
-            self._states[layer_idx] = got
+            self.states[layer_idx] = got
             return
         if got == held:
             return
@@ -357,7 +367,7 @@ class HiSparseCache(Cache):
             else:
                 self.layers[index] = fresh[index]
         self.padding.reset()
-        self._states.clear()
+        self.states.clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
@@ -397,16 +407,16 @@ class HiSparseCache(Cache):
 
     def _call_of(self, batch: int, rows: int) -> Call:
         """A call like those before."""
-        *_, dtype, device = next(iter(self._states.values()))
+        *_, dtype, device = next(iter(self.states.values()))
         return Call(batch, rows, dtype, device)
 
     @property
     def _batch(self) -> int:
-        return next(iter(self._states.values()))[0] if self._states else 0
+        return next(iter(self.states.values()))[0] if self.states else 0
 
     def _rows_changed(self, rows: torch.Tensor) -> None:
         self.padding.rearrange(rows)
-        self._states = {index: (rows.numel(), *state[1:]) for index, state in self._states.items()}
+        self.states = {index: (rows.numel(), *state[1:]) for index, state in self.states.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HiSparseCache:
         """An independent cache that holds the same tokens, for another continuation of a shared prefix.
@@ -432,8 +442,67 @@ class HiSparseCache(Cache):
         ]
         other._family.connect(other.layers)
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
-        other._states = dict(self._states)
+        other.states = dict(self.states)
         return other
+
+    # ------------------------------------------------------------------ prefixes on a disk
+
+    def save(self, path: str | Path) -> None:
+        """Keep what this cache holds in the new folder `path`, to be loaded again: a prefill once, for many runs.
+
+        The folder appears when it is complete.
+
+        Raises
+        ------
+        FileExistsError
+            If there is something at `path`.
+        ValueError
+            If the cache holds no tokens, or layers that cannot be saved.
+        OSError
+            If the disk has too little room.
+        """
+        self._check_whole()
+        saved.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: PreTrainedModel, selector: Selector | None = None, **settings: Any
+    ) -> HiSparseCache:
+        """A cache that holds what was saved at `path` with the same model.
+
+        Parameters
+        ----------
+        path : str or Path
+        model : PreTrainedModel
+        selector : Selector, optional
+            Default: the `Quest` it was saved with. Another budget is fine, as a prefill does not depend on it.
+        **settings
+            Of the new cache, as `HiSparseCache` takes them; they need not be those it was saved with.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no saved cache.
+        ValueError
+            If it is damaged, or was saved with another model, other sizes of pages, or another version of transformers.
+        MemoryError
+            If host or device have too little for it.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"HiSparseCache.load needs the model, not a {type(model).__name__}")
+        content = saved.read_index(Path(path))
+        saved.check_model(Path(path), content, model)
+        cache = cls(model, saved.selector_for(Path(path), content, selector), **settings)
+        saved.restore(cache, Path(path), content, model)
+        return cache
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells its model from others; of a cache built from a configuration, without the weights."""
+        model = None if self._model is None else self._model()
+        if model is not None:
+            return saved.fingerprint(model)
+        return {"type": self._config.model_type, "config": None, "weights": None}
 
     # ------------------------------------------------------------------ what people look at
 

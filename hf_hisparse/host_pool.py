@@ -214,22 +214,40 @@ class HostPool:
             return
         assert area is not None
         self.synchronize()
-        old = self.records.flatten(0, 1)  # [records * old lanes, elements]
-        host_rows = self.host_rows[:, :used].cpu().long()
-        capacity, old_batch = self.host_rows.shape[1], self.host_batch
+        capacity, parts = self.host_rows.shape[1], self._in_order(used)
         self.area, self.host_batch = area, self.batch
         self.area.grow(capacity * self.record_nbytes)
         self.records = self._view()
-        head = torch.arange(self.heads)
-        step = max(1, _CHUNK_BYTES // self.record_nbytes)
-        for start in range(0, used, step):
-            stop = min(start + step, used)
-            record = torch.arange(start, stop)[:, None, None]
-            row = host_rows[:, start:stop].T[:, :, None]
-            source = (record * old_batch + row) * self.heads + head  # [records, batch, heads]
-            self.records[start:stop] = old[source.flatten()].view_as(self.records[start:stop])
+        for start, rows in parts:
+            self.records[start : start + rows.shape[0]] = rows
         self.host_rows = self._own_rows(capacity)
         self._permuted = False
+
+    def _in_order(self, used: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first `used` records as the batch rows are now, in parts: the first record, and ``[records, lanes, elements]``."""
+        old, old_batch = self.records.flatten(0, 1), self.host_batch  # [records * old lanes, elements]
+        host_rows = self.host_rows[:, :used].cpu().long()
+        head = torch.arange(self.heads)
+        step = max(1, _CHUNK_BYTES // (self.batch * self.heads * self.layout.nbytes))
+
+        def part(start: int) -> torch.Tensor:
+            record = torch.arange(start, min(start + step, used))[:, None, None]
+            row = host_rows[:, start : start + step].T[:, :, None]
+            source = (record * old_batch + row) * self.heads + head  # [records, batch, heads]
+            return old[source.flatten()].view(-1, self.batch * self.heads, self.layout.elements)
+
+        return ((start, part(start)) for start in range(0, used, step))
+
+    def saved(self, used: int) -> torch.Tensor:
+        """The first `used` records, ``[used, lanes, elements]`` on the CPU: a view, unless rows were rearranged."""
+        self.synchronize()
+        if not self._permuted:
+            return self.records[:used]
+        return torch.cat([rows for _, rows in self._in_order(used)])
+
+    def load(self, records: torch.Tensor) -> None:
+        """Take what `saved` gave, as the first records of a pool with room for them."""
+        self.records[: records.shape[0]] = records
 
     def clone(self, used: int, area: PinnedArea) -> HostPool:
         """A pool of its own in `area` that holds the same `used` records."""

@@ -450,6 +450,40 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         other.version = new_version()
         return other
 
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What cannot be made again: the records, and the selector state.
+
+        Raises
+        ------
+        ValueError
+            If the selector state cannot be saved.
+        """
+        used = self.layout.count(self._length)
+        if not hasattr(self.state, "saved"):
+            raise ValueError(
+                f"{self.name}: a {type(self.state).__name__} cannot be saved: it needs the methods saved and load of "
+                "hf_hisparse.SelectorState"
+            )
+        state = {f"state.{name}": tensor for name, tensor in self.state.saved(used).items()}
+        return {"records": self.pool.saved(used), **state}
+
+    def load(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Take what `saved` gave, of tokens of these shapes; the newest records become resident."""
+        self.update(key_states, value_states)
+        self.finish()
+        self.pool.load(tensors["records"])
+        state = {name: tensor for name, tensor in tensors.items() if name.startswith("state.")}
+        self.state.load(
+            {name.removeprefix("state."): tensor.to(key_states.device) for name, tensor in state.items()}
+        )
+        self.position.fill_(self._length)
+        lanes = self.pool.batch * self.pool.heads
+        nothing = torch.full((lanes, 1), -1, dtype=torch.int64, device=key_states.device)
+        newest = self.buffer.choose(nothing, self.layout.count(self._length))
+        self.buffer.fill(newest, self.pool.read(newest.int()))
+
     def stats(self) -> LayerStats:
         """What decoding has read and moved so far (waits for the device)."""
         if not self.is_initialized:

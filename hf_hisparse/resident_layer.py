@@ -194,6 +194,20 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         self._length = 0
         self.is_initialized = False
 
+    def saved(self) -> dict[str, torch.Tensor]:
+        """All that is held."""
+        return {"rows": self.rows[:, : self._length]}
+
+    def load(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Take what `saved` gave, of tokens of these shapes."""
+        self.lazy_initialization(key_states, value_states)
+        self._length = key_states.shape[2]
+        self.grow(self._length)
+        self.rows[:, : self._length] = tensors["rows"].to(self.device)
+        self.position.fill_(self._length)
+
     def release(self) -> None:
         """Give back the device memory that a reset left behind."""
         self.rows, self.is_initialized = None, False
