@@ -94,6 +94,8 @@ class HiSparseCache(Cache):
     >>> print(cache.stats())
     """
 
+    _layers: list[Any] | None  # None once it is closed
+
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig,
@@ -148,6 +150,38 @@ class HiSparseCache(Cache):
         self._warned = False
         if isinstance(model, PreTrainedModel):
             enable(model)
+
+    # ------------------------------------------------------------------ its life
+
+    def close(self) -> None:
+        """Give back all memory, on the GPU and pinned on the host; any further use raises. Again, it changes nothing.
+
+        Deleting the last reference to a cache does the same; ``with HiSparseCache(...) as cache:`` does it at the end.
+        """
+        if self._layers is None:
+            return
+        self.graphs.forget()
+        self.padding.reset()
+        for layer in self.hosted_layers:
+            layer.close()
+        self._layers = None
+
+    def __enter__(self) -> HiSparseCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers; whatever is asked of a cache needs them."""
+        if self._layers is None:
+            raise RuntimeError("this HiSparseCache is closed: build a new one")
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._layers = layers
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -299,7 +333,7 @@ class HiSparseCache(Cache):
     @property
     def version(self) -> tuple[int, ...]:
         """Changes whenever memory that a decode step uses moves."""
-        return (self.padding.version, *(layer.version for layer in self.layers))  # type: ignore[union-attr]
+        return (self.padding.version, *(layer.version for layer in self.layers))
 
     @property
     def capacity(self) -> int:
@@ -331,7 +365,7 @@ class HiSparseCache(Cache):
         )
         self._grow(growth)
         for layer in self.layers:
-            layer.grow(total)  # type: ignore[union-attr]
+            layer.grow(total)
 
     # ------------------------------------------------------------------ changing what is held
 
@@ -355,7 +389,7 @@ class HiSparseCache(Cache):
             tokens = min(0, tokens - self.get_seq_length())
         # A sliding window may refuse, so it is asked before anything changes.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
-            layer.crop(tokens)  # type: ignore[union-attr]
+            layer.crop(tokens)
         self.padding.crop(self.get_seq_length())
 
     def reset(self) -> None:
@@ -515,6 +549,8 @@ class HiSparseCache(Cache):
         return memory_of(self.layers, self.padding)
 
     def __repr__(self) -> str:
+        if self._layers is None:
+            return "HiSparseCache(closed)"
         settings, memory = self._settings, self.memory()
         records, size = self.hosted_layers[0].buffer_records, self._family.page_size
         limit = self._limits.device

@@ -267,6 +267,13 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         for name in ("pool", "buffer", "state", "position"):
             vars(self).pop(name, None)
 
+    def close(self) -> None:
+        """Give back all memory, pinned host memory at once."""
+        self.release()
+        if self._area is not None:
+            self._area.close()
+            self._area = None
+
     # ------------------------------------------------------------------ parts of attention
 
     def new_tokens(self) -> NewTokens:
