@@ -25,7 +25,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     command = parser.add_subparsers(required=True, metavar="plan").add_parser(
         "plan",
         help="what a context and a batch need with each cache, and whether to use HiSparse",
-        description=plan.__doc__,
+        description=(plan.__doc__ or "").split("\n\n    Parameters")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument

@@ -147,7 +147,7 @@ class HiSparseCache(Cache):
         self.states: dict[int, tuple[Any, ...]] = {}
         self.selector = selector
         self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
-        self._warned = False
+        self._positions = getattr(text_config(config), "max_position_embeddings", None)  # None: say nothing
         if isinstance(model, PreTrainedModel):
             enable(model)
 
@@ -267,9 +267,9 @@ class HiSparseCache(Cache):
 
     def _note_positions(self, tokens: int) -> None:
         """Warn once of a history beyond the model's positions, as transformers does for `generate`."""
-        most = getattr(text_config(self._config), "max_position_embeddings", None)
-        if most is not None and tokens > most and not self._warned:
-            self._warned = True
+        most = self._positions
+        if most is not None and tokens > most:
+            self._positions = None
             logger.warning(
                 "HiSparseCache: %d tokens are more than the model's max_position_embeddings=%d: it may answer worse, or fail",
                 tokens,

@@ -219,5 +219,6 @@ class HotBuffer:
 def resized(data: torch.Tensor, kept: torch.Tensor, slots: int) -> torch.Tensor:
     """``[lanes, slots, elements]``, whose first rows are the rows `kept`, int64 ``[lanes, n]``, of `data`."""
     out = data.new_empty((data.shape[0], slots, data.shape[2]))
-    out[:, : kept.shape[1]] = data.gather(1, kept[:, :, None].expand(-1, -1, data.shape[2]))
+    index = kept[:, :, None].expand(-1, -1, data.shape[2])
+    torch.gather(data, 1, index, out=out[:, : kept.shape[1]])  # without a copy in between
     return out

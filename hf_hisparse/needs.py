@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedConfig,
+)
 
 from .models.kv_shape import gqa_shape
 
@@ -24,14 +29,23 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of the weights and buffers of the model of this configuration, which is built without any memory.
 
     A quantised checkpoint is counted as if it were not.
+
+    Raises
+    ------
+    ValueError
+        If the installed transformers does not know the model.
     """
     names = getattr(config, "architectures", None) or [""]
-    architecture = getattr(transformers, names[0], None)
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
+    known = (mapping[type(config)] for mapping in mappings if type(config) in mapping)
+    architecture: Any = getattr(transformers, names[0], None) or next(known, None)
+    if architecture is None:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no model for the configuration of {config.model_type!r}: give the "
+            "size of its weights (weights)"
+        )
     with torch.device("meta"):
-        if architecture is not None:
-            model = architecture._from_config(config, dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = architecture._from_config(config, dtype=dtype)
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -238,6 +238,8 @@ def plan(
     ValueError
         If the model is not supported or a number makes no sense.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"plan: {config!r:.80} is no model's config: AutoConfig.from_pretrained brings it")
     for name, value in (("context", context), ("batch", batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"plan: {name}={value!r}, must be a whole number of at least 1")

@@ -215,8 +215,8 @@ def test_other_sizes_than_the_configuration_says(model):
 
 
 def test_more_tokens_than_positions_are_warned_of_once(model, caplog):
-    cache = HiSparseCache(model, SELECTOR)
     model.config.max_position_embeddings = 100
+    cache = HiSparseCache(model, SELECTOR)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         for _ in range(4):
             model(prompt(1, 40, device=str(model.device)), past_key_values=cache)

@@ -156,6 +156,18 @@ def test_numbers_make_sense(wrong):
         _plan(**wrong)
 
 
+def test_a_model_that_transformers_does_not_have():
+    class Unknown(Qwen3Config):
+        model_type = "unknown"
+
+    config = Unknown(num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"no model for the configuration of 'unknown'.*weights"):
+        plan(config, context=9, device_memory="9GiB")
+    assert plan(config, context=9, device_memory="9GiB", weights="2GiB").weights == 2 * GIB
+    with pytest.raises(ValueError, match="'Qwen/Qwen3-8B' is no model's config"):
+        plan("Qwen/Qwen3-8B", context=9, device_memory="9GiB")
+
+
 def test_the_command_line(tmp_path, capsys):
     CONFIG.save_pretrained(tmp_path)
     sizes = ["--context", "131072", "--batch", "2", "--device-memory", "24GiB", "--host-memory", "128GiB"]
