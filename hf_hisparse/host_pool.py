@@ -156,7 +156,9 @@ class HostPool:
         slots = torch.arange(count, dtype=torch.int32, device=self.device).expand(lanes, count).contiguous()
         counts = torch.full((lanes,), count, dtype=torch.int32, device=self.device)
         out = torch.empty((lanes, count, self.layout.elements), dtype=self.layout.dtype, device=self.device)
-        fetch(self.records, self.host_rows, MissPlan(records.contiguous(), slots, counts), out)
+        all_missing = torch.ones_like(slots, dtype=torch.bool)
+        plan = MissPlan(records.contiguous(), slots, counts, all_missing)
+        fetch(self.records, self.host_rows, plan, out)
         return out
 
     def read_range(self, first: int, stop: int) -> torch.Tensor:

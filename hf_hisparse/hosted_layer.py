@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hisparse_kernels.miss_plan import HostSource
+
 from .host_memory import PinnedArea, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
@@ -296,12 +298,22 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.pool.wait()
         self.buffer.append(keys, values, self.position, self.pool)
 
+    def resolve(self, selection: torch.Tensor) -> tuple[torch.Tensor, HostSource]:
+        """The slots of the records that the query at `position` reads, int32 ``[lanes, k]``, and where the missing ones are."""
+        slots = self.buffer.resolve(selection, self.position)
+        return slots, HostSource(self.pool.records, self.pool.host_rows, self.buffer.plan)
+
     def read(self, selection: torch.Tensor) -> torch.Tensor:
         """Make the records that the query at `position` reads resident; their slots, int32 ``[lanes, k]``."""
-        slots = self.buffer.read(selection, self.position, self.pool)
+        slots = self.buffer.resolve(selection, self.position)
+        self.buffer.fetch(self.buffer.plan, self.pool)
+        self.verify(selection, slots)
+        return slots
+
+    def verify(self, selection: torch.Tensor, slots: torch.Tensor) -> None:
+        """With the setting `verify`, compare every slot that was read with its host record."""
         if self.settings.verify:
             self._verify(selection, slots)
-        return slots
 
     def advance(self) -> None:
         """Go on to the next token of a decode call."""

@@ -192,7 +192,7 @@ def prefetch(followers: list[LatentLayer], replay: Replay) -> None:
     with torch.cuda.stream(stream):
         for follower in followers:
             follower.pool.wait()
-            follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)  # type: ignore[union-attr]
+            follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)
             follower.prefetched = stream.record_event()
     if not torch.cuda.is_current_stream_capturing():
         for tensor in replay.plan:

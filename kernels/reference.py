@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from .miss_plan import MissPlan
+from .miss_plan import HostSource, MissPlan
 
 
 def append(
@@ -177,6 +177,7 @@ def resolve(
 
     plan.count.copy_(count)
     plan.records.copy_(compact(record))
+    plan.missing.copy_(missing)
     counters[:, 0] += valid.sum(1)
     counters[:, 1] += count
 
@@ -255,6 +256,7 @@ def gqa_decode(
     tokens_per_record: int,
     key_width: int,
     scaling: float,
+    source: HostSource | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per lane over the selected records, read from their slots.
 
@@ -275,11 +277,16 @@ def gqa_decode(
         False for padding keys, by cache position; None when there is no padding. ``tokens > position``.
     scaling : float
         Usually ``key_width ** -0.5``.
+    source : HostSource, optional
+        Where the records are that `resolve` found missing, if no `fetch` has brought them: they are read from the host,
+        and stored to their slots on the way, up to `position`. What is missing changes no bit of the result.
 
     Returns
     -------
     ``[lanes, group, value_width]`` in the query's dtype; zeros where no token may be read.
     """
+    if source is not None:
+        fetch(*source, buffer)
     lanes, k = selection.shape
     value_width = buffer.shape[2] // tokens_per_record - key_width
     lane = torch.arange(lanes, device=buffer.device)[:, None]

@@ -280,7 +280,7 @@ class LatentLayer(HostedLayer):
                     f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares "
                     "its selection with"
                 )
-            self._verify(selection, replay.slots)
+            self.verify(selection, replay.slots)
         return replay.slots
 
     def _await_prefetch(self) -> None:
