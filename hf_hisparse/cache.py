@@ -150,8 +150,11 @@ class HiSparseCache(Cache):
         RuntimeError
             If the model is not enabled, or an earlier call was interrupted.
         """
+        begins = layer_idx == self._first_layer
+        if begins:  # first: another model's keys may well have another shape
+            self._check_caller()
         self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
-        if layer_idx == self._first_layer:
+        if begins:
             self._begin_call(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -159,8 +162,8 @@ class HiSparseCache(Cache):
     def _first_layer(self) -> int:
         return next(i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))
 
-    def _begin_call(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Check, before any layer changes, that a forward pass may begin."""
+    def _check_caller(self) -> None:
+        """Refuse a model that is not enabled."""
         call = current_call()
         if call is None or call.cache is not self or call.attention not in BASES:
             attention = text_config(self._config)._attn_implementation if call is None else call.attention
@@ -169,6 +172,9 @@ class HiSparseCache(Cache):
                 f"HiSparseCache needs an enabled model, called as a whole, and this one is not{found}: call "
                 "hf_hisparse.enable(model), or build the cache from the model: HiSparseCache(model, ...)"
             )
+
+    def _begin_call(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Check, before any layer changes, that a forward pass may begin."""
         if key_states.dtype not in _DTYPES:
             raise ValueError(
                 f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "

@@ -1,6 +1,6 @@
 """What exact prefetch hides, in decode steps of a GLM-5-like stack.
 
-Everything resident, fetched synchronously, prefetched, and an oracle without IO, taking turns in one run:
+Everything resident, fetched synchronously, prefetched, and an oracle without IO, in one run:
 
     python -m eval.prefetch            # on a GPU; writes eval/results/prefetch.csv
     python -m eval.prefetch --quick    # toy sizes, on a CPU too, to see that it works
@@ -173,7 +173,7 @@ def step_time(model: PreTrainedModel, cache: HiSparseCache, tokens: torch.Tensor
 def compare(
     model: PreTrainedModel, batch: int, history: int, buffer: int, steps: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """The four ways for one history, taking turns: what drifts meets them alike."""
+    """The four ways for one history; those with a small buffer take turns, so that what drifts meets them alike."""
     top_k = model.config.index_topk
     decoder, total = model.get_decoder(), 4 * (WARM_UP + rounds * (1 + steps))
     full = [layer.self_attn for layer in decoder.layers if layer.self_attn.indexer is not None]
@@ -185,8 +185,8 @@ def compare(
     fill(resident, model, batch, history)
     small = HiSparseCache(model, device_buffer_tokens=buffer)
     fill(small, model, batch, history)
-    ways = [
-        Way("resident", resident, prefetch=False),
+    alone = [Way("resident", resident, prefetch=False)]
+    turns = [
         Way("synchronous", small, prefetch=False),
         Way("prefetch", small, prefetch=True),
         Way("oracle", small, prefetch=False, reading=False),
@@ -195,13 +195,14 @@ def compare(
         for each, trace in zip(full, traces, strict=True):
             player = TracePlayer(each.indexer, trace)
             patches.enter_context(mock.patch.object(each.indexer, "forward", player))
-        for way in ways:
-            way.run(model, WARM_UP, timed=False)
-        for _ in tqdm(range(rounds), desc=f"{history} x {batch}", leave=False):
+        for ways in (alone, turns):
             for way in ways:
-                way.run(model, 1, timed=False)
-                way.run(model, steps, timed=True)
-    return [way.result() for way in ways]
+                way.run(model, WARM_UP, timed=False)
+            for _ in tqdm(range(rounds), desc=f"{history} x {batch}", leave=False):
+                for way in ways:
+                    way.run(model, 1, timed=False)
+                    way.run(model, steps, timed=True)
+    return [way.result() for way in alone + turns]
 
 
 def main() -> None:

@@ -260,8 +260,7 @@ class LatentLayer(HostedLayer):
             if new.keys.shape[2] > 1:
                 replay = replay.kept()
             self.replays.append(replay)
-            if i == 0 and self.settings.prefetch:
-                prefetch(self.group.followers_of(self), replay)
+            self._prefetch_next(i, replay)
         return slots
 
     def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
@@ -273,6 +272,7 @@ class LatentLayer(HostedLayer):
             self.pool.wait()
             self.buffer.fetch(replay.plan, self.pool)
         self.prefetched = None
+        self._prefetch_next(i, replay)
         self.buffer.write(new.keys[:, 0, i], new.values[:, 0, i], self.position, replay.written, self.pool)
         if self.settings.verify:
             if not torch.equal(selection, replay.selection):
@@ -282,6 +282,14 @@ class LatentLayer(HostedLayer):
                 )
             self.verify(selection, replay.slots)
         return replay.slots
+
+    def _prefetch_next(self, i: int, replay: Replay) -> None:
+        """Start the next layer's fetch of the first new token; those of further tokens must not overtake its attention."""
+        if i or not self.settings.prefetch:
+            return
+        follower = self.group.next_on_device(self)
+        if follower is not None:
+            prefetch(follower, replay)
 
     def _await_prefetch(self) -> None:
         if self.prefetched is not None:
