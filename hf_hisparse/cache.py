@@ -16,6 +16,7 @@ from .active import current_call
 from .attention import BASES
 from .enable import enable, text_config
 from .graphs import DecodeGraphs
+from .history_stream import HistoryStream
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
 from .models.family import Family, family_of
@@ -126,8 +127,16 @@ class HiSparseCache(Cache):
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
         self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
+        self._connect()
         if isinstance(model, PreTrainedModel):
             enable(model)
+
+    def _connect(self) -> None:
+        """Let the layers know what they share."""
+        self._family.connect(self.layers)
+        self._stream = HistoryStream(self.hosted_layers)
+        for layer in self.hosted_layers:
+            layer.stream = self._stream
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -190,6 +199,8 @@ class HiSparseCache(Cache):
             return first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
 
         self._plan_growth(tokens, asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
+        if key_states.shape[2] > self._settings.decode_rows:
+            self._stream.begin()
 
     def _plan_growth(self, tokens: int, asked: Callable[[int], int], purpose: str) -> None:
         """Decide how far to grow if `tokens` tokens do not fit: an eighth further while that can be had."""
@@ -392,7 +403,7 @@ class HiSparseCache(Cache):
             else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
-        other._family.connect(other.layers)
+        other._connect()
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
         other._states = dict(self._states)
         return other

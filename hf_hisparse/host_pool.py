@@ -166,26 +166,41 @@ class HostPool:
         records = torch.arange(first, stop, dtype=torch.int32, device=self.device)
         return self.read(records.expand(self.batch * self.heads, -1))
 
-    def read_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill ``keys[:, :, :T]`` and ``values[:, :, :T]`` with the first T tokens, chunk by chunk.
+    def copy_to(self, records: torch.Tensor) -> None:
+        """Start to copy the first records as they lie here to ``[n, host_lanes, elements]`` on the device."""
+        if self._written is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._written)
+        target = records.view(-1).view(torch.uint8)
+        for low, high in self.area.pieces(0, target.numel()):
+            target[low:high].copy_(self.area.bytes[low:high], non_blocking=True)
+
+    def in_lanes(self, records: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Records ``first .. stop - 1`` of `records`, which lie as in the pool, by lane: ``[lanes, stop - first, elements]``."""
+        data = records[first:stop]
+        if self._permuted or self.batch != self.host_batch:
+            head = torch.arange(self.heads, device=data.device)
+            rows = self.host_rows[:, first:stop].T[:, :, None].long()  # [n, batch, 1]
+            lanes = (rows * self.heads + head).flatten(1)
+            data = data.gather(1, lanes.to(data.device)[:, :, None].expand(-1, -1, data.shape[2]))
+        return data.transpose(0, 1)
+
+    def unpack_tokens(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill keys and values with the tokens of `records`, chunk by chunk.
 
         Parameters
         ----------
+        records : ``[n, host_lanes, elements]``
+            From the first on, as they lie in the pool.
         keys, values : ``[batch, heads, T, width]``
             Outputs on the device, possibly views.
         """
         length = keys.shape[2]
         for first, last in self._chunks(self.layout.count(length)):
-            data = self.read_range(first, last)
+            data = self.in_lanes(records, first, last)
             start = first * self.layout.tokens
             for out, rows in zip((keys, values), self.layout.unpack(data, self.batch), strict=True):
                 stop = min(start + rows.shape[2], length)
                 out[:, :, start:stop] = rows[:, :, : stop - start]
-
-    def read_records(self, out: torch.Tensor) -> None:
-        """Fill ``[lanes, n, elements]`` on the device with the first `n` records, chunk by chunk."""
-        for first, stop in self._chunks(out.shape[1]):
-            out[:, first:stop] = self.read_range(first, stop)
 
     def own(self, record: int) -> None:
         """Give every batch row its own copy of `record`, before it is written to again."""

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hisparse_kernels.miss_plan import HostSource
 
+from .history_stream import HistoryStream
 from .host_memory import PinnedArea, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
@@ -92,6 +93,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.layer_idx = layer_idx
         self.settings = settings
         self.padding = padding
+        self.stream = HistoryStream([self])  # until the cache gives it the one that all its layers share
         self.version = new_version()
         self.shape: LayerShape | None = None
         self.steps = 0
@@ -273,7 +275,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             out = rows.new_empty((*rows.shape[:2], self._length, rows.shape[3]))
             out[:, :, new.start :] = rows
             full.append(out)
-        self.pool.read_tokens(full[0][:, :, : new.start], full[1][:, :, : new.start])
+        with self.stream.records(self, self.layout.count(new.start)) as records:
+            self.pool.unpack_tokens(records, full[0][:, :, : new.start], full[1][:, :, : new.start])
         return full[0], full[1]
 
     def note_padding(self, valid: torch.Tensor | None) -> None:

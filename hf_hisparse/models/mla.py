@@ -212,7 +212,8 @@ class LatentLayer(HostedLayer):
             return rows
         history = rows.new_empty((rows.shape[0], self.get_seq_length(), rows.shape[2]))
         history[:, new.start :] = rows
-        self.pool.read_records(history[:, : new.start])
+        with self.stream.records(self, new.start) as records:
+            history[:, : new.start] = self.pool.in_lanes(records, 0, new.start)
         return history
 
     def _warm(self, selection: torch.Tensor, rows: torch.Tensor) -> None:
@@ -371,7 +372,6 @@ class LatentFamily:
         layers = list(self._layers)
         for index in self.hosted:
             layers[index] = LatentLayer(index, latent, padding)
-        self.connect(layers)
         return layers
 
     def connect(self, layers: list[Any]) -> None:
