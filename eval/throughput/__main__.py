@@ -71,9 +71,10 @@ def measure(
             stopping_criteria=[clock],
             pad_token_id=0,
         )
-    steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times)]
+    first, *steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times)]
     result: dict[str, Any] = {
         "prefill_s": round(clock.times[0] - began, 2),
+        "ms_first_step": round(first, 2),  # allocates, and captures or compiles
         "ms_per_step": round(statistics.median(steps), 2),
         "ms_min": round(min(steps), 2),
         "ms_max": round(max(steps), 2),
