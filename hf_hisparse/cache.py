@@ -19,6 +19,7 @@ from .active import current_call
 from .attention import BASES
 from .enable import enable, text_config
 from .graphs import DecodeGraphs
+from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
 from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
@@ -148,8 +149,16 @@ class HiSparseCache(Cache):
         self.selector = selector
         self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
         self._positions = getattr(text_config(config), "max_position_embeddings", None)  # None: say nothing
+        self._connect()
         if isinstance(model, PreTrainedModel):
             enable(model)
+
+    def _connect(self) -> None:
+        """Let the layers know what they share."""
+        self._family.connect(self.layers)
+        self._stream = HistoryStream(self.hosted_layers)
+        for layer in self.hosted_layers:
+            layer.stream = self._stream
 
     # ------------------------------------------------------------------ its life
 
@@ -164,6 +173,7 @@ class HiSparseCache(Cache):
         self.padding.reset()
         for layer in self.hosted_layers:
             layer.close()
+        self._stream = HistoryStream([])
         self._layers = None
 
     def __enter__(self) -> HiSparseCache:
@@ -204,8 +214,11 @@ class HiSparseCache(Cache):
         RuntimeError
             If the model is not enabled, or an earlier call was interrupted.
         """
+        begins = layer_idx == self._first_layer
+        if begins:  # first: another model's keys may well have another shape
+            self._check_caller()
         self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
-        if layer_idx == self._first_layer:
+        if begins:
             self._begin_call(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -213,8 +226,8 @@ class HiSparseCache(Cache):
     def _first_layer(self) -> int:
         return next(i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))
 
-    def _begin_call(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Check, before any layer changes, that a forward pass may begin."""
+    def _check_caller(self) -> None:
+        """Refuse a model that is not enabled."""
         call = current_call()
         if call is None or call.cache is not self or call.attention not in BASES:
             attention = text_config(self._config)._attn_implementation if call is None else call.attention
@@ -223,6 +236,9 @@ class HiSparseCache(Cache):
                 f"HiSparseCache needs an enabled model, called as a whole, and this one is not{found}: call "
                 "hf_hisparse.enable(model), or build the cache from the model: HiSparseCache(model, ...)"
             )
+
+    def _begin_call(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Check, before any layer changes, that a forward pass may begin."""
         if key_states.dtype not in _DTYPES:
             raise ValueError(
                 f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "
@@ -230,6 +246,8 @@ class HiSparseCache(Cache):
             )
         self._check_whole()
         self.make_room_for(key_states, value_states)
+        if key_states.shape[2] > self._settings.decode_rows:
+            self._stream.begin()
 
     def make_room_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Let all layers make room for new tokens, of which these are the first hosted layer's (MemoryError as in `update`)."""
@@ -474,7 +492,7 @@ class HiSparseCache(Cache):
             else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
-        other._family.connect(other.layers)
+        other._connect()
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
         other.states = dict(self.states)
         return other

@@ -156,7 +156,9 @@ class HostPool:
         slots = torch.arange(count, dtype=torch.int32, device=self.device).expand(lanes, count).contiguous()
         counts = torch.full((lanes,), count, dtype=torch.int32, device=self.device)
         out = torch.empty((lanes, count, self.layout.elements), dtype=self.layout.dtype, device=self.device)
-        fetch(self.records, self.host_rows, MissPlan(records.contiguous(), slots, counts), out)
+        all_missing = torch.ones_like(slots, dtype=torch.bool)
+        plan = MissPlan(records.contiguous(), slots, counts, all_missing)
+        fetch(self.records, self.host_rows, plan, out)
         return out
 
     def read_range(self, first: int, stop: int) -> torch.Tensor:
@@ -164,26 +166,41 @@ class HostPool:
         records = torch.arange(first, stop, dtype=torch.int32, device=self.device)
         return self.read(records.expand(self.batch * self.heads, -1))
 
-    def read_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill ``keys[:, :, :T]`` and ``values[:, :, :T]`` with the first T tokens, chunk by chunk.
+    def copy_to(self, records: torch.Tensor) -> None:
+        """Start to copy the first records as they lie here to ``[n, host_lanes, elements]`` on the device."""
+        if self._written is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._written)
+        target = records.view(-1).view(torch.uint8)
+        for low, high in self.area.pieces(0, target.numel()):
+            target[low:high].copy_(self.area.bytes[low:high], non_blocking=True)
+
+    def in_lanes(self, records: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Records ``first .. stop - 1`` of `records`, which lie as in the pool, by lane: ``[lanes, stop - first, elements]``."""
+        data = records[first:stop]
+        if self._permuted or self.batch != self.host_batch:
+            head = torch.arange(self.heads, device=data.device)
+            rows = self.host_rows[:, first:stop].T[:, :, None].long()  # [n, batch, 1]
+            lanes = (rows * self.heads + head).flatten(1)
+            data = data.gather(1, lanes.to(data.device)[:, :, None].expand(-1, -1, data.shape[2]))
+        return data.transpose(0, 1)
+
+    def unpack_tokens(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill keys and values with the tokens of `records`, chunk by chunk.
 
         Parameters
         ----------
+        records : ``[n, host_lanes, elements]``
+            From the first on, as they lie in the pool.
         keys, values : ``[batch, heads, T, width]``
             Outputs on the device, possibly views.
         """
         length = keys.shape[2]
         for first, last in self._chunks(self.layout.count(length)):
-            data = self.read_range(first, last)
+            data = self.in_lanes(records, first, last)
             start = first * self.layout.tokens
             for out, rows in zip((keys, values), self.layout.unpack(data, self.batch), strict=True):
                 stop = min(start + rows.shape[2], length)
                 out[:, :, start:stop] = rows[:, :, : stop - start]
-
-    def read_records(self, out: torch.Tensor) -> None:
-        """Fill ``[lanes, n, elements]`` on the device with the first `n` records, chunk by chunk."""
-        for first, stop in self._chunks(out.shape[1]):
-            out[:, first:stop] = self.read_range(first, stop)
 
     def own(self, record: int) -> None:
         """Give every batch row its own copy of `record`, before it is written to again."""
@@ -214,36 +231,27 @@ class HostPool:
             return
         assert area is not None
         self.synchronize()
-        capacity, parts = self.host_rows.shape[1], self._in_order(used)
+        old = self.records.flatten(0, 1)  # [records * old lanes, elements]
+        host_rows = self.host_rows[:, :used].cpu().long()
+        capacity, old_batch = self.host_rows.shape[1], self.host_batch
         self.area, self.host_batch = area, self.batch
         self.area.grow(capacity * self.record_nbytes)
         self.records = self._view()
-        for start, rows in parts:
-            self.records[start : start + rows.shape[0]] = rows
+        head = torch.arange(self.heads)
+        step = max(1, _CHUNK_BYTES // self.record_nbytes)
+        for start in range(0, used, step):
+            stop = min(start + step, used)
+            record = torch.arange(start, stop)[:, None, None]
+            row = host_rows[:, start:stop].T[:, :, None]
+            source = (record * old_batch + row) * self.heads + head  # [records, batch, heads]
+            self.records[start:stop] = old[source.flatten()].view_as(self.records[start:stop])
         self.host_rows = self._own_rows(capacity)
         self._permuted = False
-
-    def _in_order(self, used: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first `used` records as the batch rows are now, in parts: the first record, and ``[records, lanes, elements]``."""
-        old, old_batch = self.records.flatten(0, 1), self.host_batch  # [records * old lanes, elements]
-        host_rows = self.host_rows[:, :used].cpu().long()
-        head = torch.arange(self.heads)
-        step = max(1, _CHUNK_BYTES // (self.batch * self.heads * self.layout.nbytes))
-
-        def part(start: int) -> torch.Tensor:
-            record = torch.arange(start, min(start + step, used))[:, None, None]
-            row = host_rows[:, start : start + step].T[:, :, None]
-            source = (record * old_batch + row) * self.heads + head  # [records, batch, heads]
-            return old[source.flatten()].view(-1, self.batch * self.heads, self.layout.elements)
-
-        return ((start, part(start)) for start in range(0, used, step))
 
     def saved(self, used: int) -> torch.Tensor:
         """The first `used` records, ``[used, lanes, elements]`` on the CPU: a view, unless rows were rearranged."""
         self.synchronize()
-        if not self._permuted:
-            return self.records[:used]
-        return torch.cat([rows for _, rows in self._in_order(used)])
+        return self.in_lanes(self.records, 0, used).transpose(0, 1)
 
     def load(self, records: torch.Tensor) -> None:
         """Take what `saved` gave, as the first records of a pool with room for them."""

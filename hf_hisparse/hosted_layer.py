@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hisparse_kernels.miss_plan import HostSource
+
+from .history_stream import HistoryStream
 from .host_memory import PinnedArea, host_area, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
@@ -90,6 +93,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.layer_idx = layer_idx
         self.settings = settings
         self.padding = padding
+        self.stream = HistoryStream([self])  # until the cache gives it the one that all its layers share
         self.version = new_version()
         self.shape: LayerShape | None = None
         self.steps = 0
@@ -301,7 +305,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             out = rows.new_empty((*rows.shape[:2], self._length, rows.shape[3]))
             out[:, :, new.start :] = rows
             full.append(out)
-        self.pool.read_tokens(full[0][:, :, : new.start], full[1][:, :, : new.start])
+        with self.stream.records(self, self.layout.count(new.start)) as records:
+            self.pool.unpack_tokens(records, full[0][:, :, : new.start], full[1][:, :, : new.start])
         return full[0], full[1]
 
     def note_padding(self, valid: torch.Tensor | None) -> None:
@@ -326,12 +331,22 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.pool.wait()
         self.buffer.append(keys, values, self.position, self.pool)
 
+    def resolve(self, selection: torch.Tensor) -> tuple[torch.Tensor, HostSource]:
+        """The slots of the records that the query at `position` reads, int32 ``[lanes, k]``, and where the missing ones are."""
+        slots = self.buffer.resolve(selection, self.position)
+        return slots, HostSource(self.pool.records, self.pool.host_rows, self.buffer.plan)
+
     def read(self, selection: torch.Tensor) -> torch.Tensor:
         """Make the records that the query at `position` reads resident; their slots, int32 ``[lanes, k]``."""
-        slots = self.buffer.read(selection, self.position, self.pool)
+        slots = self.buffer.resolve(selection, self.position)
+        self.buffer.fetch(self.buffer.plan, self.pool)
+        self.verify(selection, slots)
+        return slots
+
+    def verify(self, selection: torch.Tensor, slots: torch.Tensor) -> None:
+        """With the setting `verify`, compare every slot that was read with its host record."""
         if self.settings.verify:
             self._verify(selection, slots)
-        return slots
 
     def advance(self) -> None:
         """Go on to the next token of a decode call."""

@@ -111,14 +111,13 @@ class HotBuffer:
             self.layout.tokens,
         )
 
-    def read(self, selection: torch.Tensor, position: torch.Tensor, pool: HostPool) -> torch.Tensor:
-        """Make the selected records resident.
+    def resolve(self, selection: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Give each selected record a slot; `plan` says which of them are yet to come from the host.
 
         Parameters
         ----------
         selection : int ``[lanes, k]``
         position : int64 ``[1]``
-        pool : HostPool
 
         Returns
         -------
@@ -138,8 +137,11 @@ class HotBuffer:
             self.plan,
             self.layout.tokens,
         )
-        fetch(pool.records, pool.host_rows, self.plan, self.data)
         return self.slots
+
+    def fetch(self, plan: MissPlan, pool: HostPool, programs: int | None = None) -> None:
+        """Bring what was missing, with so many GPU programs."""
+        fetch(pool.records, pool.host_rows, plan, self.data, programs)
 
     def slot_of(self, position: torch.Tensor) -> torch.Tensor:
         """The slot of record `position` (int64 ``[1]``) in each lane, int32 ``[lanes]``; -1 for none."""

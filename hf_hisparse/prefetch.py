@@ -2,8 +2,8 @@
 
 In GLM-5 most layers read what the full layer before them has selected. The first layer of such a group on a device, its
 leader, resolves a selection; the others own data and host pool alone. They replay what the leader notes of each new token
-(`Replay`): the same misses into the same slots. On a GPU their fetches start right after the leader's resolve, on a side
-stream, while the layers between compute.
+(`Replay`): the same misses into the same slots. On a GPU each layer starts the fetch of the next one before its own
+attention, on a side stream.
 """
 
 from __future__ import annotations
@@ -172,32 +172,36 @@ class Group:
         assert isinstance(leader.buffer, HotBuffer)
         return leader.buffer
 
-    def followers_of(self, leader: LatentLayer) -> list[LatentLayer]:
-        """The layers that replay what `leader` does."""
-        return [
-            member
-            for member in self.members
-            if member.is_initialized
-            and isinstance(member.buffer, FollowerBuffer)
-            and member.buffer.leader is leader.buffer
-        ]
+    def next_on_device(self, member: LatentLayer) -> LatentLayer | None:
+        """The layer that replays next on the device of `member`, None after the last."""
+        members = self.members
+        leader = getattr(member.buffer, "leader", member.buffer)
+        return next(
+            (
+                other
+                for other in members[members.index(member) + 1 :]
+                if other.is_initialized
+                and isinstance(other.buffer, FollowerBuffer)
+                and other.buffer.leader is leader
+            ),
+            None,
+        )
 
 
-def prefetch(followers: list[LatentLayer], replay: Replay) -> None:
-    """Start the fetches of layers that come later, beside what the current stream does next.
+def prefetch(follower: LatentLayer, replay: Replay) -> None:
+    """Start the fetch of the layer that comes next, beside what the current stream does now.
 
-    Each layer waits for its own event (`LatentLayer.await_prefetch`), within the same call: so this can be captured.
+    It waits for its event (`LatentLayer._await_prefetch`) within the same call: so this can be captured.
     """
-    if not followers or not followers[0].buffer.data.is_cuda:
+    if not follower.buffer.data.is_cuda:
         return
-    device = followers[0].buffer.data.device
+    device = follower.buffer.data.device
     stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for follower in followers:
-            follower.pool.wait()
-            follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)  # type: ignore[union-attr]
-            follower.prefetched = stream.record_event()
+        follower.pool.wait()
+        follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)
+        follower.prefetched = stream.record_event()
     if not torch.cuda.is_current_stream_capturing():
         for tensor in replay.plan:
             tensor.record_stream(stream)

@@ -90,6 +90,7 @@ class Sizes:
         padding = Padding()
         settings = replace(self.settings, device_buffer_records=records)
         layers = new_layers(self.config, self.family, settings, padding)
+        self.family.connect(layers)
         for index, layer in enumerate(layers):
             if isinstance(layer, HostedLayer | ResidentLayer):
                 layer.growth_target = capacity

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from .miss_plan import HostSource
+
 # Set by tests on a machine without a GPU, together with TRITON_INTERPRET=1: run the kernels on CPU tensors.
 interpret = False
 
@@ -113,3 +115,31 @@ def check_tokens(
         )
     if keys.stride(1) != 1 or values.stride(1) != 1 or not (pool.is_contiguous() and buffer.is_contiguous()):
         raise ValueError("pool and buffer must be contiguous, keys and values in their last dimension")
+
+
+def check_source(source: HostSource, selection: torch.Tensor, buffer: torch.Tensor) -> int:
+    """Check where missing records are read from, and return the lanes of one batch row.
+
+    Raises
+    ------
+    ValueError
+        If the pool does not suit the buffer, the plan is not of this selection, or a buffer is shared by lanes.
+    """
+    lanes, k = selection.shape
+    if source.pool.dtype is not buffer.dtype or not source.pool.is_contiguous():
+        raise ValueError(
+            f"pool must be contiguous and {buffer.dtype} as the buffer, got {source.pool.dtype} with strides "
+            f"{source.pool.stride()}"
+        )
+    if buffer.shape[0] != lanes or source.pool.shape[1] < lanes or source.pool.shape[2] != buffer.shape[2]:
+        raise ValueError(
+            f"{lanes} lanes need a buffer each and a pool [records, at least {lanes}, {buffer.shape[2]}], "
+            f"got {buffer.shape[0]} buffers and {list(source.pool.shape)}"
+        )
+    missing = source.plan.missing
+    if missing.shape != (lanes, k) or missing.dtype is not torch.bool or not missing.is_contiguous():
+        raise ValueError(
+            f"the plan must be of the selection: missing a contiguous bool [{lanes}, {k}], got {missing.dtype} "
+            f"{list(missing.shape)}"
+        )
+    return check_host_rows(source.host_rows, lanes)

@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, ceil_div, check_position, heads_per_row, on_device_of, use_triton
+from .dispatch import (
+    block_of,
+    ceil_div,
+    check_position,
+    check_source,
+    heads_per_row,
+    on_device_of,
+    use_triton,
+)
+from .miss_plan import HostSource
 
 _TOKENS = 64  # read at a time, in 16-bit types; half as many in fp32
 _PROGRAMS = 264  # over all lanes: two per multiprocessor of an H100 or H200
@@ -20,6 +29,8 @@ _MAX_SPLITS = 64  # a lane's partial results are merged in one tile
     do_not_specialize=[
         "selection_stride",
         "allowed_stride",
+        "host_rows_stride",
+        "host_lanes",
         "heads",
         "k",
         "slot_count",
@@ -33,12 +44,17 @@ def _gqa_split_kernel(
     slots,
     position,
     allowed,
+    pool,
+    host_rows,
+    missing,
     partial,
     scale,
     query_lane_stride,
     query_row_stride,
     selection_stride,
     allowed_stride,
+    host_rows_stride,
+    host_lanes,
     heads,
     k,
     slot_count,
@@ -85,20 +101,32 @@ def _gqa_split_kernel(
         readable = (record >= 0) & (token <= last)
         if allowed is not None:
             readable &= tl.load(allowed + lane // heads * allowed_stride + token, mask=readable, other=0) != 0
-        slot = tl.load(slots + entry, mask=readable, other=0).to(tl.int64)
+        slot = tl.load(slots + entry, mask=record >= 0, other=0).to(tl.int64)
 
         # A slot may hold anything where its record has no token yet: what is not readable is not read either.
         base = buffer + slot * RECORD_WIDTH
-        key = tl.load(
-            (base + within * KEY_WIDTH)[:, None] + key_column[None, :],
-            mask=readable[:, None] & (key_column < KEY_WIDTH)[None, :],
-            other=0.0,
-        )
-        value = tl.load(
-            (base + TOKENS * KEY_WIDTH + within * VALUE_WIDTH)[:, None] + value_column[None, :],
-            mask=readable[:, None] & (value_column < VALUE_WIDTH)[None, :],
-            other=0.0,
-        )
+        read = readable
+        if pool is not None:
+            # Loaded beside the slot whether missing or not: no load waits for another.
+            host_row = tl.load(
+                host_rows + lane // heads * host_rows_stride + record, mask=record >= 0, other=0
+            )
+            absent = tl.load(missing + lane * k + entry, mask=record >= 0, other=0) != 0
+            absent &= token <= last
+            host_lane = host_row * heads + lane % heads
+            slot_at = base
+            base = tl.where(absent, pool + (record * host_lanes + host_lane) * RECORD_WIDTH, base)
+            read |= absent
+        key_at = (within * KEY_WIDTH)[:, None] + key_column[None, :]
+        value_at = (TOKENS * KEY_WIDTH + within * VALUE_WIDTH)[:, None] + value_column[None, :]
+        key_mask = (key_column < KEY_WIDTH)[None, :]
+        value_mask = (value_column < VALUE_WIDTH)[None, :]
+        key = tl.load(base[:, None] + key_at, mask=read[:, None] & key_mask, other=0.0)
+        value = tl.load(base[:, None] + value_at, mask=read[:, None] & value_mask, other=0.0)
+        if pool is not None:  # padding travels with its record, and is not read
+            tl.store(slot_at[:, None] + key_at, key, mask=absent[:, None] & key_mask)
+            tl.store(slot_at[:, None] + value_at, value, mask=absent[:, None] & value_mask)
+            value = tl.where(readable[:, None], value, 0.0)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(readable[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
@@ -163,6 +191,7 @@ def gqa_decode(
     tokens_per_record: int,
     key_width: int,
     scaling: float,
+    source: HostSource | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per lane over the selected records; see `reference.gqa_decode`.
 
@@ -187,9 +216,11 @@ def gqa_decode(
                 f"with strides {allowed.stride()}"
             )
         heads = heads_per_row(lanes, allowed.shape[0], "allowed")
+    if source is not None:
+        heads = check_source(source, selection, buffer)
     if not use_triton(buffer):
         return reference.gqa_decode(
-            query, buffer, selection, slots, position, allowed, tokens_per_record, key_width, scaling
+            query, buffer, selection, slots, position, allowed, tokens_per_record, key_width, scaling, source
         )
     # How the tokens are split depends on shapes alone, so the order of all sums does too.
     tokens = k * tokens_per_record
@@ -209,12 +240,17 @@ def gqa_decode(
             slots,
             position,
             allowed,
+            None if source is None else source.pool,
+            None if source is None else source.host_rows,
+            None if source is None else source.plan.missing,
             partial,
             scaling * math.log2(math.e),
             query.stride(0),
             query.stride(1),
             selection.stride(0),
             0 if allowed is None else allowed.stride(0),
+            0 if source is None else source.host_rows.stride(0),
+            0 if source is None else source.pool.shape[1],
             heads,
             k,
             slot_count,

@@ -1,4 +1,4 @@
-"""The miss plan: what one resolve asks the fetch to bring."""
+"""The miss plan: what one resolve found missing, and where the missing records are."""
 
 from __future__ import annotations
 
@@ -18,17 +18,37 @@ class MissPlan(NamedTuple):
         The slot each of them goes to; -1 after the last.
     count : int32 ``[lanes]``
         How many there are, ``0 <= count <= k``.
+    missing : bool ``[lanes, k]``
+        Which entries of the selection ask for one of them.
     """
 
     records: torch.Tensor
     slots: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # a tuple's own `count` is not needed
+    missing: torch.Tensor
 
     @classmethod
     def empty(cls, lanes: int, k: int, device: torch.device | str) -> MissPlan:
         """Allocate a plan for `lanes` selections of `k` records; its content is undefined."""
 
-        def new(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
+        def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
-        return cls(new(lanes, k), new(lanes, k), new(lanes))
+        return cls(new(lanes, k), new(lanes, k), new(lanes), new(lanes, k, dtype=torch.bool))
+
+
+class HostSource(NamedTuple):
+    """Where attention reads the records that are not in their slots yet.
+
+    Attributes
+    ----------
+    pool : ``[records, host_lanes, E]``
+        In (pinned) host memory.
+    host_rows : int32 ``[batch, capacity]``
+    plan : MissPlan
+        Of the selection that is attended to.
+    """
+
+    pool: torch.Tensor
+    host_rows: torch.Tensor
+    plan: MissPlan

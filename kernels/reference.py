@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from .miss_plan import MissPlan
+from .miss_plan import HostSource, MissPlan
 
 
 def append(
@@ -177,6 +177,7 @@ def resolve(
 
     plan.count.copy_(count)
     plan.records.copy_(compact(record))
+    plan.missing.copy_(missing)
     counters[:, 0] += valid.sum(1)
     counters[:, 1] += count
 
@@ -255,6 +256,7 @@ def gqa_decode(
     tokens_per_record: int,
     key_width: int,
     scaling: float,
+    source: HostSource | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per lane over the selected records, read from their slots.
 
@@ -275,11 +277,16 @@ def gqa_decode(
         False for padding keys, by cache position; None when there is no padding. ``tokens > position``.
     scaling : float
         Usually ``key_width ** -0.5``.
+    source : HostSource, optional
+        Where the records are that `resolve` found missing, if no `fetch` has brought them: they are read from the host,
+        and stored to their slots on the way, up to `position`. What is missing changes no bit of the result.
 
     Returns
     -------
     ``[lanes, group, value_width]`` in the query's dtype; zeros where no token may be read.
     """
+    if source is not None:
+        fetch(*source, buffer)
     lanes, k = selection.shape
     value_width = buffer.shape[2] // tokens_per_record - key_width
     lane = torch.arange(lanes, device=buffer.device)[:, None]
@@ -366,6 +373,29 @@ def quest_scores(
     query = query.float()
     scores = (query.clamp(min=0) @ high + query.clamp(max=0) @ low).amax(1)
     return scores.masked_fill(~candidate, float("-inf"))
+
+
+def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The `k` records of each lane with the highest scores, in the order of their numbers.
+
+    Of equal scores the lower number is chosen first; NaN is above all else, and a record of score -inf is never chosen.
+
+    Parameters
+    ----------
+    scores : fp32 ``[lanes, records]``
+    k : int
+
+    Returns
+    -------
+    int32 ``[lanes, k]``; -1 at the end where there are fewer records with a score.
+    """
+    count = scores.shape[1]
+    scores = scores.masked_fill(scores.isnan(), float("nan"))  # of either sign
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    nothing = scores.gather(1, best) == float("-inf")
+    chosen = best.masked_fill(nothing, count).sort(dim=1).values
+    chosen = torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]), value=count)
+    return chosen.masked_fill(chosen == count, -1).int()
 
 
 def mla_decode(

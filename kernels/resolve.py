@@ -25,6 +25,7 @@ def _resolve_kernel(
     plan_records,
     plan_slots,
     plan_count,
+    plan_missing,
     selection_stride,
     table_stride,
     k,
@@ -46,6 +47,7 @@ def _resolve_kernel(
     slots += lane * k
     plan_records += lane * k
     plan_slots += lane * k
+    plan_missing += lane * k
 
     index = tl.arange(0, K_BLOCK)
     inside = index < k
@@ -102,6 +104,7 @@ def _resolve_kernel(
         slot = tl.load(page_table + record, mask=valid, other=-1)
 
     tl.store(slots + index, slot, mask=inside)
+    tl.store(plan_missing + index, missing, mask=inside)
     tl.store(plan_records + index, -1, mask=inside & (index >= count))
     tl.store(plan_slots + index, -1, mask=inside & (index >= count))
     tl.store(plan_count + lane, count)
@@ -154,6 +157,7 @@ def resolve(
             plan.records,
             plan.slots,
             plan.count,
+            plan.missing,
             selection.stride(0),
             page_table.stride(0),
             k,
@@ -183,14 +187,15 @@ def _check(
         raise ValueError(
             f"counters must be a contiguous int64 [{lanes}, 2], got {counters.dtype} {list(counters.shape)}"
         )
-    if not slots.shape == plan.records.shape == plan.slots.shape == (lanes, k) or plan.count.shape != (
-        lanes,
-    ):
+    outputs = (slots, plan.records, plan.slots, plan.missing)
+    if any(output.shape != (lanes, k) for output in outputs) or plan.count.shape != (lanes,):
         raise ValueError(
-            f"slots, plan.records and plan.slots must be {[lanes, k]} and plan.count [{lanes}], "
+            f"slots and the plan's records, slots and missing must be {[lanes, k]} and its count [{lanes}], "
             f"got {list(slots.shape)} and {[list(part.shape) for part in plan]}"
         )
     if not slots.dtype is plan.records.dtype is plan.slots.dtype is plan.count.dtype is torch.int32:
         raise ValueError("slots and the plan must be int32")
-    if not (slots.is_contiguous() and plan.records.is_contiguous() and plan.slots.is_contiguous()):
-        raise ValueError("slots, plan.records and plan.slots must be contiguous")
+    if plan.missing.dtype is not torch.bool:
+        raise ValueError(f"plan.missing must be bool, got {plan.missing.dtype}")
+    if not all(output.is_contiguous() for output in outputs):
+        raise ValueError("slots and the plan must be contiguous")

@@ -3,6 +3,8 @@
     python -m eval.kernels            # on a GPU; writes eval/results/kernels.csv
 
 resolve + fetch: k records of a lane per call, a fresh selection each call, beside the copy engine moving the same bytes.
+mla layer, gqa layer: from selection to output (us), beside a fetch first and the attention then, resolve and fetch alone, and
+resolve and attention alone, without what is missing. gqa_decode reads missing records from the host itself.
 mla_decode: absorbed attention over k selected rows, beside a gather and torch's SDPA, and the time to read the rows once.
 Times are the median over replays of a graph of many calls, divided by the calls.
 """
@@ -24,6 +26,8 @@ from hf_hisparse.host_memory import PinnedArea
 from hf_hisparse.host_pool import HostPool
 from hf_hisparse.hot_buffer import HotBuffer
 from hf_hisparse.records import RecordLayout
+from hisparse_kernels.gqa_decode import gqa_decode
+from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.mla_decode import mla_decode
 
 REPLAYS = 7
@@ -53,44 +57,88 @@ def microseconds(
     return statistics.median(times[1:]), max(times[1:]) - min(times[1:])
 
 
-def resolve_and_fetch(
-    lanes: int, misses: int, tokens: int, width: int, k: int, slots: int, calls: int = 24
-) -> dict[str, Any]:
-    """Time `HotBuffer.read` with exactly `misses` of `k` records missing per lane and call."""
-    layout = RecordLayout(tokens, width, 0 if tokens == 1 else width, torch.bfloat16)
-    history = max(4 * slots, slots + calls * misses)
-    device = torch.device("cuda")
-    pool = HostPool(lanes, 1, layout, device, PinnedArea(2 * history * lanes * layout.nbytes, pin=True))
-    pool.grow(history)
-    pool.records.view(torch.int16).random_()
-    buffer = HotBuffer(lanes, slots, layout, device)
-    buffer.grow(history)
-    trace = synthetic_trace(lanes, k, history, calls + 8, {slots / k: misses / k}, device="cuda")
-    position = torch.full((1,), history * tokens - 1, dtype=torch.int64, device=device)
-    warm, timed = trace[:8], trace[8:]
-    buffer.fill(torch.arange(slots, device=device).repeat(lanes, 1), pool.read_range(0, slots))
-    for selection in warm:
-        buffer.read(selection, position, pool)
-    state = [tensor.clone() for tensor in (buffer.page_table, buffer.slot_records, buffer.order)]
+class Workload:
+    """A layer's host pool and hot buffer in their steady state, and selections of which `misses` records per lane are missing.
 
-    def restore() -> None:
-        for held, kept in zip((buffer.page_table, buffer.slot_records, buffer.order), state, strict=True):
+    Parameters
+    ----------
+    lanes : int
+    misses : int
+        Per lane and call, on average.
+    layout : RecordLayout
+    k, slots : int
+    calls : int
+        Selections to measure with.
+    """
+
+    def __init__(
+        self, lanes: int, misses: int, layout: RecordLayout, k: int, slots: int, calls: int = 24
+    ) -> None:
+        history = max(4 * slots, slots + calls * misses)
+        device = torch.device("cuda")
+        self.layout = layout
+        self.pool = HostPool(
+            lanes, 1, layout, device, PinnedArea(2 * history * lanes * layout.nbytes, pin=True)
+        )
+        self.pool.grow(history)
+        for part in self.pool.records:  # not in one piece: a temporary of all of it would not fit
+            part.copy_(torch.randn(part.shape))
+        self.buffer = HotBuffer(lanes, slots, layout, device)
+        self.buffer.grow(history)
+        trace = synthetic_trace(lanes, k, history, calls + 8, {slots / k: misses / k}, device="cuda")
+        self.position = torch.full((1,), history * layout.tokens - 1, dtype=torch.int64, device=device)
+        self.buffer.fill(torch.arange(slots, device=device).repeat(lanes, 1), self.pool.read_range(0, slots))
+        for selection in trace[:8]:
+            self.read(selection)
+        self.selections = trace[8:]
+        self._state = [tensor.clone() for tensor in self._tables]
+
+    @property
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        return self.buffer.page_table, self.buffer.slot_records, self.buffer.order
+
+    def restore(self) -> None:
+        """As before the first selection: the data is not, but who looks at it."""
+        for held, kept in zip(self._tables, self._state, strict=True):
             held.copy_(kept)
-        buffer.counters.zero_()
+        self.buffer.counters.zero_()
 
-    time, spread = microseconds(
-        [lambda s=selection: buffer.read(s, position, pool) for selection in timed], restore
-    )
-    restore()
-    for selection in timed:
-        buffer.read(selection, position, pool)
-    missed = buffer.totals()[1] / calls
+    def read(self, selection: torch.Tensor) -> torch.Tensor:
+        """resolve, then fetch; the slots."""
+        slots = self.buffer.resolve(selection, self.position)
+        self.buffer.fetch(self.buffer.plan, self.pool)
+        return slots
+
+    def source(self) -> HostSource:
+        """Where attention reads what the last resolve found missing."""
+        return HostSource(self.pool.records, self.pool.host_rows, self.buffer.plan)
+
+    def time(self, call: Callable[[torch.Tensor], Any]) -> tuple[float, float]:
+        """Microseconds per selection, median and spread."""
+        return microseconds([lambda s=selection: call(s) for selection in self.selections], self.restore)
+
+    def misses_per_call(self) -> float:
+        """Records missing per call, over all lanes."""
+        self.restore()
+        for selection in self.selections:
+            self.buffer.resolve(selection, self.position)
+        return self.buffer.totals()[1] / len(self.selections)
+
+    def copy_engine(self, nbytes: int) -> float:
+        """Microseconds that the copy engine takes for `nbytes` in one piece; NaN for none."""
+        if not nbytes:
+            return float("nan")
+        target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        source = self.pool.area.bytes[:nbytes]
+        return microseconds([lambda: target.copy_(source, non_blocking=True)] * len(self.selections))[0]
+
+
+def resolve_and_fetch(lanes: int, misses: int, layout: RecordLayout, k: int, slots: int) -> dict[str, Any]:
+    """Time resolve and fetch beside the copy engine moving the same bytes."""
+    work = Workload(lanes, misses, layout, k, slots)
+    time, spread = work.time(work.read)
+    missed = work.misses_per_call()
     moved = int(missed) * layout.nbytes
-    copy_time = float("nan")
-    if moved:
-        target = torch.empty(moved, dtype=torch.uint8, device=device)
-        source = pool.area.bytes[:moved]
-        copy_time, _ = microseconds([lambda: target.copy_(source, non_blocking=True)] * calls)
     return {
         "what": "resolve+fetch",
         "lanes": lanes,
@@ -101,7 +149,55 @@ def resolve_and_fetch(
         "us": round(time, 2),
         "us_spread": round(spread, 2),
         "GB_per_s": round(moved / time / 1000, 1),
-        "copy_engine_us": round(copy_time, 2),
+        "copy_engine_us": round(work.copy_engine(moved), 2),
+    }
+
+
+def attention_with_misses(
+    lanes: int, group: int, misses: int, layout: RecordLayout, k: int, slots: int
+) -> dict[str, Any]:
+    """Time a layer's step from selection to output, and its parts."""
+    work = Workload(lanes, misses, layout, k, slots)
+    latent = layout.tokens == 1
+    width = layout.key_width + (layout.value_width if latent else 0)
+    query = torch.randn(lanes, group, width, device="cuda", dtype=layout.dtype)
+
+    def attend(
+        selection: torch.Tensor, slots: torch.Tensor, source: HostSource | None = None
+    ) -> torch.Tensor:
+        data, scaling = work.buffer.data, width**-0.5
+        if latent:
+            return mla_decode(query, data, selection, slots, scaling, layout.key_width)
+        return gqa_decode(
+            query, data, selection, slots, work.position, None, layout.tokens, width, scaling, source
+        )
+
+    def read_while_attending(selection: torch.Tensor) -> torch.Tensor:
+        return attend(selection, work.buffer.resolve(selection, work.position), work.source())
+
+    one_after_another = work.time(lambda s: attend(s, work.read(s)))
+    together = one_after_another if latent else work.time(read_while_attending)
+    moving = work.time(work.read)
+    hits = work.time(lambda s: attend(s, work.buffer.resolve(s, work.position)))  # as if nothing were missing
+    resolving = work.time(lambda s: work.buffer.resolve(s, work.position))
+    missed = work.misses_per_call()
+    moved = int(missed) * layout.nbytes
+    return {
+        "what": "mla layer" if latent else "gqa layer",
+        "lanes": lanes,
+        "k": k,
+        "slots": slots,
+        "heads": group,
+        "record_bytes": layout.nbytes,
+        "misses_per_lane": round(missed / lanes, 1),
+        "us": round(together[0], 2),
+        "us_spread": round(together[1], 2),
+        "GB_per_s": round(moved / together[0] / 1000, 1),
+        "copy_engine_us": round(work.copy_engine(moved), 2),
+        "fetch_then_attend_us": round(one_after_another[0], 2),
+        "resolve_fetch_us": round(moving[0], 2),
+        "resolve_attend_us": round(hits[0], 2),
+        "resolve_us": round(resolving[0], 2),
     }
 
 
@@ -162,12 +258,28 @@ def main() -> None:
     cases: list[Callable[[], dict[str, Any]]] = [
         lambda b=batch: absorbed_attention(b) for batch in (1, 8, 32)
     ]
+    latents = RecordLayout(1, 512, 64, torch.bfloat16)  # DeepSeek-V3.2, GLM-5
+    pages = RecordLayout(16, 128, 128, torch.bfloat16)  # Quest on Qwen3-8B
+    blocks = RecordLayout(128, 128, 128, torch.bfloat16)  # MiniMax-M3
     for lanes, misses in ((1, 0), (64, 0), (1, 266), (4, 266), (16, 266), (64, 266), (64, 614)):
-        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, 1, 576, 2048, 4096))
-    for lanes, misses in ((8, 0), (8, 17), (64, 17)):  # Quest: 2048 tokens of 128 channels, 13.4% missing
-        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, 16, 128, 128, 256))
-    for lanes, misses in ((4, 2), (32, 2)):  # blocks of 128 tokens
-        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, 128, 128, 16, 32))
+        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, latents, 2048, 4096))
+    for lanes, misses in ((8, 0), (8, 17), (64, 17)):
+        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, pages, 128, 256))
+    for lanes, misses in ((4, 2), (32, 2)):
+        cases.append(lambda n=lanes, m=misses: resolve_and_fetch(n, m, blocks, 16, 32))
+    for heads, lanes, misses in (
+        (64, 1, 274),
+        (64, 4, 274),
+        (64, 8, 274),
+        (64, 8, 0),
+        (128, 1, 274),
+        (128, 8, 274),
+    ):
+        cases.append(lambda g=heads, n=lanes, m=misses: attention_with_misses(n, g, m, latents, 2048, 4096))
+    for lanes, misses in ((8, 0), (8, 17), (32, 17), (64, 17)):
+        cases.append(lambda n=lanes, m=misses: attention_with_misses(n, 4, m, pages, 128, 256))
+    for lanes, misses in ((4, 0), (4, 2), (32, 2)):
+        cases.append(lambda n=lanes, m=misses: attention_with_misses(n, 16, m, blocks, 16, 32))
     rows = []
     for case in tqdm(cases, desc="kernels"):
         rows.append(case())

@@ -5,15 +5,19 @@
 
 True attention sizes, few layers, small dense MLPs, random weights, random tokens. At `--compare` tokens the same model
 runs in fp32 with its own DynamicCache, in the same calls, and logits are compared; at `--tokens` its own path would need
-scores of tokens^2 x index heads x 4 bytes, so there HiSparse runs alone, in bf16.
+scores of tokens^2 x index heads x 4 bytes, so there HiSparse runs alone, in bf16. Its peak memory is taken twice, the second
+time with an indexer and an attention that do nothing: the difference is what they need, which `--prefill-memory` bounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import Cache, DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache, PreTrainedModel
@@ -21,6 +25,7 @@ from transformers import Cache, DeepseekV32Config, DeepseekV32ForCausalLM, Dynam
 from eval.environment import write_csv
 from eval.shapes import TOY_DSA
 from hf_hisparse import HiSparseCache, disable
+from hf_hisparse.models.mla import LatentLayer
 
 
 def build(layers: int, toy: bool, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -70,6 +75,25 @@ def run(
     return torch.cat(logits, dim=1).float(), result
 
 
+@contextmanager
+def without_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Every query selects the first records, and gets zeros."""
+
+    def select(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shape = (*hidden_states.shape[:2], model.config.index_topk)
+        return torch.zeros(shape, dtype=torch.int32, device=hidden_states.device)
+
+    def attend(layer: LatentLayer, module: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
+        batch, heads, count, _ = query.shape
+        return query.new_zeros((batch, count, heads, model.config.v_head_dim))
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(LatentLayer, "_prefill", attend))
+        for layer in model.get_decoder().layers:
+            patches.enter_context(mock.patch.object(layer.self_attn.indexer, "forward", select))
+        yield
+
+
 def main() -> None:
     """Compare, then run the long prompt; write the CSV."""
     parser = argparse.ArgumentParser(
@@ -112,7 +136,13 @@ def main() -> None:
     model = build(args.layers, args.quick, device, torch.bfloat16 if device == "cuda" else torch.float32)
     ids = torch.randint(0, 1024, (1, args.tokens), device=device)
     cache = HiSparseCache(model, prefill_memory=args.prefill_memory)
+    with without_attention(model):
+        _, alone = run(model, cache, ids, steps=0)
+    cache.reset()
     logits, result = run(model, cache, ids, args.steps)
+    if device == "cuda":
+        own_bytes = alone["peak_bytes_over_weights"]
+        result["extra_peak_bytes"] = result["peak_bytes_over_weights"] - own_bytes
     assert torch.isfinite(logits).all()
     stats = cache.stats()
     note(

@@ -1,6 +1,6 @@
 """What exact prefetch hides, in decode steps of a GLM-5-like stack.
 
-Everything resident, fetched synchronously, prefetched, and an oracle without IO, side by side:
+Everything resident, fetched synchronously, prefetched, and an oracle without IO, in one run:
 
     python -m eval.prefetch            # on a GPU; writes eval/results/prefetch.csv
     python -m eval.prefetch --quick    # toy sizes, on a CPU too, to see that it works
@@ -35,7 +35,7 @@ from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
 from hf_hisparse.models.mla import LatentLayer
 
-WARM_UP = 6  # steps before the timed ones: compile, capture, reach the trace's steady state
+WARM_UP = 6  # steps of each way before the timed ones: compile, capture, reach the trace's steady state
 
 
 def build(layers: int, toy: bool, device: str) -> PreTrainedModel:
@@ -103,63 +103,106 @@ def without_io() -> Iterator[None]:
         yield
 
 
+class Way:
+    """One way to bring what is missing, on a cache that it may share with others.
+
+    Parameters
+    ----------
+    name : str
+    cache : HiSparseCache
+    prefetch : bool
+    reading : bool
+        Whether the host is read at all.
+    """
+
+    def __init__(self, name: str, cache: HiSparseCache, prefetch: bool, reading: bool = True) -> None:
+        self.name = name
+        self.cache = cache
+        self.prefetch = prefetch
+        self.reading = reading
+        self.graphs = DecodeGraphs(cache, enabled=True)  # its own, so that none is captured anew
+        self.times: list[float] = []
+        self.read = self.missed = 0
+
+    def run(self, model: PreTrainedModel, steps: int, timed: bool) -> None:
+        """Decode `steps` tokens."""
+        self.cache.graphs = self.graphs
+        for layer in self.cache.hosted_layers:
+            layer.settings = dataclasses.replace(layer.settings, prefetch=self.prefetch)
+        tokens = torch.randint(0, 1000, (self.cache._states[0][0], 1), device=model.device)
+        before = self.cache.stats()
+        with nullcontext() if self.reading else without_io():
+            times = [step_time(model, self.cache, tokens) for _ in range(steps)]
+        after = self.cache.stats()
+        if timed:
+            self.times += times
+            self.read += after.selected - before.selected
+            self.missed += after.misses - before.misses
+
+    def result(self) -> dict[str, Any]:
+        """What was found."""
+        bytes_missed = self.missed * self.cache.hosted_layers[0].layout.nbytes
+        return {
+            "way": self.name,
+            "ms_per_step": round(statistics.median(self.times), 3),
+            "ms_quartiles": " ".join(f"{each:.3f}" for each in statistics.quantiles(self.times, n=4)[::2]),
+            "miss_rate": round(self.missed / self.read, 4),
+            "MB_moved_per_step": round(bytes_missed / len(self.times) / 1e6, 2) if self.reading else 0,
+            "graphs": repr(self.graphs),
+            "buffer_bytes": self.cache.memory().buffer_bytes,
+        }
+
+
 @torch.no_grad()
-def measure(model: PreTrainedModel, cache: HiSparseCache, steps: int, label: str) -> dict[str, Any]:
-    """Time decode steps; the graph is captured anew."""
-    cache.graphs = DecodeGraphs(cache, enabled=True)
-    batch = cache._states[0][0]
-    tokens = torch.randint(0, 1000, (batch, 1), device=model.device)
-    before, times = cache.stats(), []
-    for step in tqdm(range(WARM_UP + steps), desc=label, leave=False):
-        if step == WARM_UP:
-            before = cache.stats()
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
+def step_time(model: PreTrainedModel, cache: HiSparseCache, tokens: torch.Tensor) -> float:
+    """Milliseconds of one decode step: on the GPU, which is kept busy until the CPU has launched all of it."""
+    inputs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    if model.device.type == "cpu":
         began = time.perf_counter()
-        model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - began))
-    timed, after = times[WARM_UP:], cache.stats()
-    read, missed = after.selected - before.selected, after.misses - before.misses
-    return {
-        "ms_per_step": round(statistics.median(timed), 3),
-        "ms_spread": round(max(timed) - min(timed), 3),
-        "miss_rate": round(missed / read, 4),
-        "MB_moved_per_step": round((after.bytes_fetched - before.bytes_fetched) / steps / 1e6, 2),
-        "graphs": repr(cache.graphs),
-        "buffer_bytes": cache.memory().buffer_bytes,
-    }
+        model(**inputs)
+        return 1000 * (time.perf_counter() - began)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(20_000_000)
+    start.record()
+    model(**inputs)
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
 
 
 def compare(
-    model: PreTrainedModel, batch: int, history: int, buffer: int, steps: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The four ways, for one history."""
+    model: PreTrainedModel, batch: int, history: int, buffer: int, steps: int, rounds: int
+) -> list[dict[str, Any]]:
+    """The four ways for one history; those with a small buffer take turns, so that what drifts meets them alike."""
     top_k = model.config.index_topk
-    decoder, total = model.get_decoder(), 4 * (WARM_UP + steps)
+    decoder, total = model.get_decoder(), 4 * (WARM_UP + rounds * (1 + steps))
     full = [layer.self_attn for layer in decoder.layers if layer.self_attn.indexer is not None]
     traces = [
         synthetic_trace(batch, top_k, history, total, PAPER_CURVE, seed, str(model.device))
-        for seed in range(len(full))
+        for seed in tqdm(range(len(full)), desc="traces", leave=False)
     ]
-    resident = history + total
-    ways = {"resident": (resident, nullcontext()), "synchronous": (buffer, nullcontext())}
-    ways |= {"prefetch": (buffer, nullcontext()), "oracle": (buffer, without_io())}
-    players = [TracePlayer(each.indexer, trace) for each, trace in zip(full, traces, strict=True)]
-    cache = None
-    for way, (slots, context) in ways.items():
-        if way in ("resident", "synchronous"):
-            cache = None  # give its memory back first
-            cache = HiSparseCache(model, device_buffer_tokens=slots)
-            fill(cache, model, batch, history)
-        assert cache is not None
-        for layer in cache.hosted_layers:
-            layer.settings = dataclasses.replace(layer.settings, prefetch=way == "prefetch")
-        with context, ExitStack() as patches:
-            for each, player in zip(full, players, strict=True):
-                patches.enter_context(mock.patch.object(each.indexer, "forward", player))
-            yield way, measure(model, cache, steps, f"{way}, {history} x {batch}")
+    resident = HiSparseCache(model, device_buffer_tokens=history + total)
+    fill(resident, model, batch, history)
+    small = HiSparseCache(model, device_buffer_tokens=buffer)
+    fill(small, model, batch, history)
+    alone = [Way("resident", resident, prefetch=False)]
+    turns = [
+        Way("synchronous", small, prefetch=False),
+        Way("prefetch", small, prefetch=True),
+        Way("oracle", small, prefetch=False, reading=False),
+    ]
+    with ExitStack() as patches:
+        for each, trace in zip(full, traces, strict=True):
+            player = TracePlayer(each.indexer, trace)
+            patches.enter_context(mock.patch.object(each.indexer, "forward", player))
+        for ways in (alone, turns):
+            for way in ways:
+                way.run(model, WARM_UP, timed=False)
+            for _ in tqdm(range(rounds), desc=f"{history} x {batch}", leave=False):
+                for way in ways:
+                    way.run(model, 1, timed=False)
+                    way.run(model, steps, timed=True)
+    return [way.result() for way in alone + turns]
 
 
 def main() -> None:
@@ -171,24 +214,29 @@ def main() -> None:
     parser.add_argument("--histories", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--buffer", type=int, default=4096, help="device_buffer_tokens")
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=8, help="per round and way")
+    parser.add_argument("--rounds", type=int, default=6, help="in which the ways take turns")
     parser.add_argument("--output", type=Path, default=Path("eval/results/prefetch.csv"))
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.quick:
-        args.layers, args.histories, args.batch, args.buffer, args.steps = 4, [400], 2, 64, 4
+        args.layers, args.histories, args.batch, args.buffer = 4, [400], 2, 64
+        args.steps, args.rounds = 2, 2
     model = build(args.layers, args.quick, device)
     rows: list[dict[str, Any]] = []
     for history in args.histories:
         sizes = {"layers": args.layers, "batch": args.batch, "history": history, "buffer": args.buffer}
-        found = {}
-        for way, result in compare(model, args.batch, history, args.buffer, args.steps):
-            found[way] = result["ms_per_step"]
-            rows.append({**sizes, "way": way, **result})
+        found = compare(model, args.batch, history, args.buffer, args.steps, args.rounds)
+        for row in found:
+            rows.append({**sizes, **row})
             print(rows[-1], flush=True)
-        synchronous, prefetched = (found[way] - found["oracle"] for way in ("synchronous", "prefetch"))
-        print(f"exposed IO at {history}: {synchronous:.3f} ms synchronous, {prefetched:.3f} ms with prefetch")
+        times = {row["way"]: row["ms_per_step"] for row in found}
+        synchronous, prefetched = (times[way] - times["oracle"] for way in ("synchronous", "prefetch"))
+        print(
+            f"exposed IO at {history}: {synchronous:.3f} ms synchronous, {prefetched:.3f} ms with prefetch: "
+            f"{1 - prefetched / synchronous:.0%} hidden"
+        )
     write_csv(args.output, rows)
     print(f"written: {args.output}")
 

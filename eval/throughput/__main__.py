@@ -21,52 +21,12 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3Config
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation import StoppingCriteria
 
 from eval.environment import write_csv
+from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest, disable
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-    "qwen3-4b": dict(
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-    "toy": dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
-}
-
-
-def build(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of a named shape with random weights, or any model that transformers can load."""
-    if name not in SHAPES:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-    sizes = SHAPES[name]
-    config = Qwen3Config(
-        **sizes,
-        head_dim=128 if name != "toy" else 16,
-        vocab_size=151936 if name != "toy" else 512,
-        max_position_embeddings=2**18,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 class Clock(StoppingCriteria):
@@ -111,9 +71,10 @@ def measure(
             stopping_criteria=[clock],
             pad_token_id=0,
         )
-    steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times)]
+    first, *steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times)]
     result: dict[str, Any] = {
         "prefill_s": round(clock.times[0] - began, 2),
+        "ms_first_step": round(first, 2),  # allocates, and captures or compiles
         "ms_per_step": round(statistics.median(steps), 2),
         "ms_min": round(min(steps), 2),
         "ms_max": round(max(steps), 2),

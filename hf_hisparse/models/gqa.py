@@ -94,17 +94,20 @@ class GqaLayer(HostedLayer):
             row = self._lanes(query[:, :, i])
             selection = self.state.select(row, self.position).contiguous()
             self._check_selection(selection)
+            slots, source = self.resolve(selection)
             output = gqa_decode(
                 row,
                 self.buffer.data,
                 selection,
-                self.read(selection),
+                slots,
                 self.position,
                 None if allowed is None else allowed[:, i],
                 self.layout.tokens,
                 self.layout.key_width,
                 scaling,
+                source,
             )
+            self.verify(selection, slots)
             self.advance()
             outputs.append(output.view(batch, heads, -1))
         self.finish()

@@ -121,9 +121,11 @@ class LatentLayer(HostedLayer):
         self.version = new_version()
         if isinstance(self.buffer, HotBuffer):
             kept = self.buffer.resize(records)
-            for follower in self.group.followers_of(self):
+            follower = self.group.next_on_device(self)
+            while follower is not None:
                 assert isinstance(follower.buffer, FollowerBuffer)
                 follower.buffer.resize(records, kept)
+                follower = self.group.next_on_device(follower)
 
     @property
     def obstacle(self) -> str | None:  # type: ignore[override]
@@ -230,7 +232,8 @@ class LatentLayer(HostedLayer):
             return rows
         history = rows.new_empty((rows.shape[0], self.get_seq_length(), rows.shape[2]))
         history[:, new.start :] = rows
-        self.pool.read_records(history[:, : new.start])
+        with self.stream.records(self, new.start) as records:
+            history[:, : new.start] = self.pool.in_lanes(records, 0, new.start)
         return history
 
     def _warm(self, selection: torch.Tensor, rows: torch.Tensor) -> None:
@@ -278,8 +281,7 @@ class LatentLayer(HostedLayer):
             if new.keys.shape[2] > 1:
                 replay = replay.kept()
             self.replays.append(replay)
-            if i == 0 and self.settings.prefetch:
-                prefetch(self.group.followers_of(self), replay)
+            self._prefetch_next(i, replay)
         return slots
 
     def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
@@ -291,6 +293,7 @@ class LatentLayer(HostedLayer):
             self.pool.wait()
             self.buffer.fetch(replay.plan, self.pool)
         self.prefetched = None
+        self._prefetch_next(i, replay)
         self.buffer.write(new.keys[:, 0, i], new.values[:, 0, i], self.position, replay.written, self.pool)
         if self.settings.verify:
             if not torch.equal(selection, replay.selection):
@@ -298,8 +301,16 @@ class LatentLayer(HostedLayer):
                     f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares "
                     "its selection with"
                 )
-            self._verify(selection, replay.slots)
+            self.verify(selection, replay.slots)
         return replay.slots
+
+    def _prefetch_next(self, i: int, replay: Replay) -> None:
+        """Start the next layer's fetch of the first new token; those of further tokens must not overtake its attention."""
+        if i or not self.settings.prefetch:
+            return
+        follower = self.group.next_on_device(self)
+        if follower is not None:
+            prefetch(follower, replay)
 
     def _await_prefetch(self) -> None:
         if self.prefetched is not None:
@@ -382,7 +393,6 @@ class LatentFamily:
         layers = list(self._layers)
         for index in self.hosted:
             layers[index] = LatentLayer(index, latent, padding)
-        self.connect(layers)
         return layers
 
     def connect(self, layers: list[Any]) -> None:

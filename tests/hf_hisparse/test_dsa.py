@@ -96,6 +96,18 @@ def test_disable_leaves_nothing(model):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_cache_with_a_history_refuses_a_disabled_model(model):
+    """Whatever shape its keys have now: the reason is that it is disabled."""
+    cache = HiSparseCache(model)
+    ids = prompt(1, 90)
+    _logits(model, ids, cache)
+    disable(model)
+    with pytest.raises(RuntimeError, match=r"hf_hisparse\.enable"):
+        _logits(model, ids[:, :3], cache)
+    enable(model)
+    assert _logits(model, ids[:, :3], cache).shape[1] == 3
+
+
 def test_a_copied_model_is_enabled_on_its_own(model):
     ids = prompt(1, 300)
     enable(model)

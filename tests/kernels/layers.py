@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
-from hisparse_kernels.miss_plan import MissPlan
+from hisparse_kernels.miss_plan import HostSource, MissPlan
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 POISON = -77
@@ -52,6 +52,7 @@ class Layer:
     plan_records: torch.Tensor
     plan_slots: torch.Tensor
     plan_count: torch.Tensor
+    plan_missing: torch.Tensor
 
     @classmethod
     def new(
@@ -85,11 +86,12 @@ class Layer:
             plan_records=poison.clone(),
             plan_slots=poison.clone(),
             plan_count=poison[:, 0].clone(),
+            plan_missing=torch.zeros(lanes, k, dtype=torch.bool),
         )
 
     @property
     def plan(self) -> MissPlan:
-        return MissPlan(self.plan_records, self.plan_slots, self.plan_count)
+        return MissPlan(self.plan_records, self.plan_slots, self.plan_count, self.plan_missing)
 
     def fill(self, fraction: float = 1.0, seed: int = 0) -> Layer:
         """Make random records resident, in the most recently used slots."""
@@ -108,6 +110,7 @@ class Layer:
         """Spoil all outputs."""
         for output in (self.slots, self.plan_records, self.plan_slots, self.plan_count):
             output.fill_(POISON)
+        self.plan_missing.logical_not_()
 
     def to(self, device: str) -> Layer:
         """A copy on `device`."""
@@ -138,6 +141,65 @@ def random_selection(
     selection[torch.rand(lanes, k, generator=generator) < padding] = -1
     selection[torch.rand(lanes, generator=generator) < 0.1] = -1
     return selection.to(dtype)
+
+
+def left_on_the_host(
+    inputs: dict, history: torch.Tensor, heads: int, fraction: float = 0.4, seed: int = 0
+) -> HostSource:
+    """Take some of the selected records out of `inputs["buffer"]`, whose slots then hold NaN, and put them into a pool.
+
+    Parameters
+    ----------
+    inputs : dict
+        Arguments of an attention kernel; "buffer", "selection" and "slots" are read, "buffer" is replaced.
+    history : ``[lanes, records, E]``
+    heads : int
+        Lanes of a batch row.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lanes, records, width = history.shape
+    selection, slots = inputs["selection"].cpu().long(), inputs["slots"].cpu().long()
+    device = inputs["buffer"].device
+    missing = (torch.rand(selection.shape, generator=generator) < fraction) & (selection >= 0)
+
+    batch = lanes // heads
+    host_rows = torch.rand(batch + 1, records, generator=generator).argsort(dim=0)[:batch]
+    pool = torch.full((records, (batch + 1) * heads, width), float("nan"), dtype=history.dtype)
+    lane = torch.arange(lanes)[:, None]
+    record = torch.arange(records).expand(lanes, -1)
+    pool[record, host_rows[lane // heads, record] * heads + lane % heads] = history
+
+    buffer = inputs["buffer"].clone()
+    plan = MissPlan.empty(*selection.shape, "cpu")
+    for part in (plan.records, plan.slots):
+        part.fill_(-1)
+    for i in range(lanes):
+        count = int(missing[i].sum())
+        plan.count[i] = count
+        plan.records[i, :count] = selection[i, missing[i]].int()
+        plan.slots[i, :count] = slots[i, missing[i]].int()
+        buffer[i, slots[i, missing[i]].to(device)] = float("nan")
+    plan.missing.copy_(missing)
+    inputs["buffer"] = buffer
+    on_device = MissPlan(*(part.to(device) for part in plan))
+    return HostSource(
+        pool if device.type == "cpu" else pool.pin_memory(), host_rows.int().to(device), on_device
+    )
+
+
+WRONG_SOURCES = [  # what to do to a `HostSource`, and the word by which the error names it
+    pytest.param(lambda source: source._replace(pool=source.pool.double()), "pool", id="dtype"),
+    pytest.param(lambda source: source._replace(pool=source.pool[:, :1].contiguous()), "pool", id="lanes"),
+    pytest.param(lambda source: source._replace(pool=source.pool[:, :, ::2]), "pool", id="strides"),
+    pytest.param(
+        lambda source: source._replace(host_rows=source.host_rows.long()), "host_rows", id="host_rows"
+    ),
+    pytest.param(
+        lambda source: source._replace(plan=source.plan._replace(missing=source.plan.missing[:, 1:])),
+        "missing",
+        id="plan",
+    ),
+]
 
 
 def at(position: int, device: str = "cpu") -> torch.Tensor:

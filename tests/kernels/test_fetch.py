@@ -143,7 +143,7 @@ def test_addresses_beyond_int32(device):
     buffer = torch.zeros(1, records, width, dtype=torch.bfloat16, device=device)
     last = torch.tensor([[records - 1]], dtype=torch.int32, device=device)
     host_rows = torch.zeros(1, records, dtype=torch.int32, device=device)
-    fetch(pool, host_rows, MissPlan(last, last, torch.ones_like(last[0])), buffer)
+    fetch(pool, host_rows, MissPlan(last, last, torch.ones_like(last[0]), last.bool()), buffer)
     assert_same_bits("buffer", buffer[0, -1], pool[-1, 0])
 
 

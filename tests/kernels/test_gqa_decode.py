@@ -11,7 +11,7 @@ from hisparse_kernels import gqa_decode as gqa_module
 from hisparse_kernels import reference
 from hisparse_kernels.gqa_decode import gqa_decode
 
-from .layers import GPU, assert_same_bits, at
+from .layers import GPU, WRONG_SOURCES, assert_same_bits, at, left_on_the_host
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -172,6 +172,30 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("sizes", SMALL + BIG)
+def test_what_is_missing_is_read_from_the_host_and_stored(device, sizes):
+    case = make(**sizes)
+    inputs = case.inputs(slots=2 * sizes["k"], device=device)
+    got, complete = dict(inputs), inputs["buffer"].clone()
+    source = left_on_the_host(got, case.history, sizes.get("heads", 2))
+    nothing_missing = left_on_the_host(dict(inputs), case.history, sizes.get("heads", 2), fraction=0.0)
+    assert got["buffer"].isnan().sum() > complete.isnan().sum() or sizes["k"] == 1
+    output = gqa_decode(**got, source=source)
+    assert_same_bits("output", output, gqa_decode(**inputs, source=nothing_missing))
+    assert_close(output, case.oracle(), sizes["dtype"])
+    assert_same_bits("buffer", got["buffer"].nan_to_num(7.0), complete.nan_to_num(7.0))
+
+
+def test_padding_travels_with_its_record(device):
+    case = make(batch=2, k=5, padded=True)
+    case.allowed[:] = False
+    got = case.inputs(slots=8, device=device)
+    complete = got["buffer"].clone()
+    source = left_on_the_host(got, case.history, heads=2, fraction=1.0)
+    assert (gqa_decode(**got, source=source) == 0).all()
+    assert_same_bits("buffer", got["buffer"].nan_to_num(7.0), complete.nan_to_num(7.0))
+
+
 @IMPLEMENTATIONS
 def test_zeros_where_nothing_may_be_read(device, implementation):
     case = make(batch=3, heads=1, padded=True)
@@ -232,6 +256,15 @@ def test_addresses_beyond_int32(device):
     arguments["buffer"] = buffer
     arguments["slots"] = torch.where(arguments["slots"] >= 0, arguments["slots"] + slots - 8, -1).int()
     assert_same_bits("output", gqa_decode(**arguments), want)
+
+
+@pytest.mark.parametrize("spoil, name", WRONG_SOURCES)
+def test_a_wrong_source_is_named(spoil, name):
+    case = make()
+    inputs = case.inputs(slots=8)
+    source = left_on_the_host(inputs, case.history, heads=2)
+    with pytest.raises(ValueError, match=name):
+        gqa_decode(**inputs, source=spoil(source))
 
 
 @pytest.mark.parametrize(

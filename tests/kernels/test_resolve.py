@@ -60,6 +60,7 @@ def contract(layer: Layer, selection: torch.Tensor, position: int, tokens: int =
         layer.plan_records[lane] = torch.tensor(misses + padding)
         layer.plan_slots[lane] = torch.tensor(fresh + padding)
         layer.plan_count[lane] = len(misses)
+        layer.plan_missing[lane] = torch.tensor([record in misses for record in wanted])
         layer.counters[lane] += torch.tensor([sum(record >= 0 for record in wanted), len(misses)])
 
 
