@@ -72,10 +72,12 @@ def activation_bytes(
     mlp = 2 * hidden + _mlp_width(decoder)
     attention = 3 * hidden + 2 * heads * width + 2 * shape.heads * width
     elements = batch * rows * max(mlp, attention)
-    if (
-        rows < total and not prefill_memory
-    ):  # one layer's history, again for all query heads, and a mask, bool and not
-        elements += batch * total * ((heads + shape.heads) * width + rows * 3 // 2)
+    if rows < total:  # one layer's history, and the next one's on its way
+        latent = getattr(decoder, "kv_lora_rank", None) if prefill_memory else None
+        history = latent + decoder.qk_rope_head_dim if latent else shape.heads * width
+        elements += 2 * batch * total * history
+    if rows < total and not prefill_memory:  # the same for all query heads, and a mask, bool and not
+        elements += batch * total * (heads * width + rows * 3 // 2)
     logits = 3 * batch * decoder.vocab_size
     return (elements + logits) * dtype.itemsize + prefill_memory + _STAGING_BYTES + CONTEXT_BYTES
 
