@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -107,6 +107,31 @@ def selection_mask(mask: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return mask & ~unselected
     return mask.masked_fill(unselected, torch.finfo(mask.dtype).min)
+
+
+def block_mask(
+    module: Any, query: torch.Tensor, total: int, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The mask that a MiniMax-M3 attention module makes of the blocks it has selected; takes them out of `kwargs`.
+
+    Parameters
+    ----------
+    module
+        Its indexer narrows the mask.
+    query : ``[batch, heads, S, width]``
+    total : int
+        Keys.
+    mask : bool or additive ``[batch or 1, 1, S, total]``, or None
+    kwargs : dict
+        ``block_indices`` int ``[batch, index heads, S, k]``, and ``position_ids`` ``[batch or 1, S]``.
+
+    Returns
+    -------
+    additive ``[batch, heads, S, total]``
+    """
+    positions = kwargs["position_ids"].expand(query.shape[0], -1)
+    indices, kwargs["block_indices"] = kwargs["block_indices"], None
+    return module.indexer.build_block_mask(indices, mask, total, query.dtype, query.device, positions)
 
 
 def readable(indices: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, ceil_div, check_position, heads_per_row, on_device_of, use_triton
+from .dispatch import block_of, ceil_div, heads_per_row, lanes_each, on_device_of, use_triton
 
 _TOKENS = 64  # read at a time, in 16-bit types; half as many in fp32
 _PROGRAMS = 264  # over all lanes: two per multiprocessor of an H100 or H200
@@ -21,6 +21,8 @@ _MAX_SPLITS = 64  # a lane's partial results are merged in one tile
         "selection_stride",
         "allowed_stride",
         "heads",
+        "sharing",
+        "stretch",
         "k",
         "slot_count",
         "split_tokens",
@@ -40,6 +42,8 @@ def _gqa_split_kernel(
     selection_stride,
     allowed_stride,
     heads,
+    sharing,
+    stretch,
     k,
     slot_count,
     split_tokens,
@@ -60,10 +64,10 @@ def _gqa_split_kernel(
     RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
     lane = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    last = tl.load(position)
+    last = tl.load(position + lane // stretch)
     selection += lane * selection_stride
     slots += lane * k
-    buffer += lane * slot_count * RECORD_WIDTH
+    buffer += lane // sharing * slot_count * RECORD_WIDTH
     row = tl.arange(0, GROUP_BLOCK)
     key_column = tl.arange(0, KEY_BLOCK)
     value_column = tl.arange(0, VALUE_BLOCK)
@@ -178,7 +182,10 @@ def gqa_decode(
     slot_count = buffer.shape[1]
     value_width = buffer.shape[2] // tokens_per_record - key_width
     _check(query, buffer, selection, slots, tokens_per_record, key_width)
-    check_position(position)
+    sharing = lanes_each(lanes, buffer.shape[0], "buffer", "buffers")
+    if position.dtype is not torch.int64 or position.ndim != 1 or not position.is_contiguous():
+        raise ValueError(f"position must be int64 [n], got {position.dtype} {list(position.shape)}")
+    stretch = lanes_each(lanes, position.shape[0], "position", "elements")
     heads = 1
     if allowed is not None:
         if allowed.dtype is not torch.bool or allowed.stride(1) != 1:
@@ -216,6 +223,8 @@ def gqa_decode(
             selection.stride(0),
             0 if allowed is None else allowed.stride(0),
             heads,
+            sharing,
+            stretch,
             k,
             slot_count,
             split_blocks * token_block,
@@ -260,9 +269,9 @@ def _check(
             f"got {list(query.shape)} with strides {query.stride()}"
         )
     record_width = buffer.shape[2]
-    if buffer.shape[0] != lanes or record_width % tokens_per_record or not buffer.is_contiguous():
+    if record_width % tokens_per_record or not buffer.is_contiguous():
         raise ValueError(
-            f"buffer must be a contiguous [{lanes}, B, {tokens_per_record} x (key width + value width)], "
+            f"buffer must be a contiguous [buffers, B, {tokens_per_record} x (key width + value width)], "
             f"got {list(buffer.shape)}"
         )
     if record_width // tokens_per_record <= key_width:
