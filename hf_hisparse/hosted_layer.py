@@ -85,6 +85,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     insists_on_mask = (
         False  # whether the model makes a mask for its selection in every call, and for nothing else
     )
+    # What `generate` hands to every step although the model reads it in a call with images alone.
+    unread_inputs: tuple[str, ...] = ()
     unsupported_arguments = UNSUPPORTED_ARGUMENTS
     alternative = "DynamicCache"  # what serves a model that asks for such an argument
 

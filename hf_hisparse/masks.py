@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 _CHECKED = "_hisparse_checked"  # on a mask: all layers of a call are handed the same one
+_HIDES_NEW = "_hisparse_hides_new"
 _HIDDEN = -1e3  # an additive mask hides a key by less than this; implementations differ in how much less
 
 
@@ -83,6 +84,15 @@ def allowed_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
 def valid_tokens(allowed: torch.Tensor | None, count: int) -> torch.Tensor | None:
     """Which of the last `count` keys are no padding, bool ``[batch, count]``: those that any query may read."""
     return None if allowed is None else allowed[:, :, -count:].any(1)
+
+
+def hides_new(mask: torch.Tensor | None, count: int) -> bool:
+    """Whether any of the last `count` keys is padding; looked at once."""
+    if mask is None:
+        return False
+    if not hasattr(mask, _HIDES_NEW):
+        setattr(mask, _HIDES_NEW, not bool(valid_tokens(allowed_keys(mask, mask.shape[0]), count).all()))  # type: ignore[union-attr]
+    return getattr(mask, _HIDES_NEW)
 
 
 def causal_rows(allowed: torch.Tensor, start: int) -> torch.Tensor:

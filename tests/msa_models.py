@@ -76,6 +76,9 @@ MSA_MODELS = {
     "shared_selections": lambda: MiniMaxM3VLForCausalLM(_text(4, index_n_heads=2)),
     "local_blocks": lambda: MiniMaxM3VLForCausalLM(_text(2, index_local_blocks=2)),
     "no_experts": lambda: MiniMaxM3VLForCausalLM(_text(2, mlp_layer_types=["dense"] * len(KINDS))),
+    "all_sparse": lambda: MiniMaxM3VLForCausalLM(
+        _text(2, layer_types=["minimax_m3_sparse"] * 2, mlp_layer_types=["dense"] * 2, num_hidden_layers=2)
+    ),
     "images": lambda: _with_vision(2),
 }
 

@@ -14,7 +14,7 @@ from hisparse_kernels.gqa_decode import gqa_decode
 from ..active import current_call
 from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings
-from ..masks import allowed_keys, block_mask, valid_tokens
+from ..masks import allowed_keys, block_mask, hides_new, valid_tokens
 from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape
@@ -52,6 +52,7 @@ class BlockLayer(HostedLayer):
     """A hosted layer of blocks that the model selects."""
 
     model_selects = True
+    unread_inputs = ("image_grid_thw", "video_grid_thw")
     settings: BlockSettings
     state: IndexerKeys
 
@@ -97,7 +98,10 @@ class BlockLayer(HostedLayer):
                 f"{self.name}: the model's attention was called without block_indices or without position_ids, so it is none "
                 "of the sparse models that HiSparseCache supports: use DynamicCache"
             )
-        attend = self._prefill if query.shape[2] > self.settings.decode_rows else self._decode
+        count = query.shape[2]
+        # A query that is padding may read nothing of its selection, and then the model has it read all keys alike.
+        all_keys = count > self.settings.decode_rows or (count > 1 and hides_new(mask, count))
+        attend = self._prefill if all_keys else self._decode
         with torch.no_grad():
             output = attend(module, query, mask, positions, base, kwargs)
             new = self.new_tokens()
@@ -245,6 +249,8 @@ class BlockLayer(HostedLayer):
         layout = replace(self.layout, heads=1)
         blocks = layout.pack(keys[None], values[None])
         step = self._slice_rows(query, blocks.nbytes)
+        if allowed is not None:
+            first_keys, mean = _first_keys(allowed[0], layout.tokens), values.mean(1)
         for part in (slice(first, first + step) for first in range(0, len(output), step)):
             own = query[:, part].unflatten(0, (heads, -1)).transpose(1, 2)  # [heads, rows, group, width]
             rows, group = own.shape[1:3]
@@ -260,7 +266,12 @@ class BlockLayer(HostedLayer):
                 width,
                 scaling,
             )
-            output[part] = result.view(heads, rows, group, -1).transpose(0, 1).flatten(1, 2)
+            result = result.view(heads, rows, group, -1)
+            if allowed is not None:
+                unread = (selection < 0) | (first_keys[selection] > last[part].repeat(heads)[:, None])
+                nothing = unread.all(1).view(heads, rows, 1, 1)
+                result = torch.where(nothing, mean[:, None, None], result)
+            output[part] = result.transpose(0, 1).flatten(1, 2)
 
     def _slice_rows(self, query: torch.Tensor, taken: int) -> int:
         """Query rows per slice such that the extra memory, of which `taken` bytes are taken, stays within the setting."""
@@ -293,6 +304,13 @@ class BlockLayer(HostedLayer):
             narrowed = block_mask(module, query[:, :, part], keys.shape[2], mask[:, :, part], rows)
             outputs.append(base(module, query[:, :, part], keys, values, narrowed, **rows)[0])
         return torch.cat(outputs, dim=1)
+
+
+def _first_keys(allowed: torch.Tensor, size: int) -> torch.Tensor:
+    """The first key of each block of `size` that may be read, int64 ``[blocks]``, beyond all keys for none; from bool ``[T]``."""
+    total = len(allowed)
+    keys = torch.arange(total, device=allowed.device).masked_fill(~allowed, total)
+    return torch.nn.functional.pad(keys, (0, -total % size), value=total).view(-1, size).amin(1)
 
 
 class BlockFamily:
