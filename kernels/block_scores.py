@@ -134,7 +134,7 @@ def block_scores(
             min(block_of(block_size, 16), most_keys),
             together,
             _QUERIES,
-            num_warps=8 if wide else 4,
+            num_warps=8,
             num_stages=2,
         )
     return scores

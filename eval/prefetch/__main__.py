@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from tqdm import tqdm
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 
+from eval.decode_steps import step_times
 from eval.environment import write_csv
 from eval.shapes import TOY_DSA
 from eval.traces import PAPER_CURVE, synthetic_trace
@@ -103,24 +103,14 @@ def without_io() -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
 def measure(model: PreTrainedModel, cache: HiSparseCache, steps: int, label: str) -> dict[str, Any]:
     """Time decode steps; the graph is captured anew."""
     cache.graphs = DecodeGraphs(cache, enabled=True)
     batch = cache._states[0][0]
-    tokens = torch.randint(0, 1000, (batch, 1), device=model.device)
-    before, times = cache.stats(), []
-    for step in tqdm(range(WARM_UP + steps), desc=label, leave=False):
-        if step == WARM_UP:
-            before = cache.stats()
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - began))
-    timed, after = times[WARM_UP:], cache.stats()
+    step_times(model, cache, batch, WARM_UP, f"{label}, warm-up")
+    before = cache.stats()
+    timed = step_times(model, cache, batch, steps, label)
+    after = cache.stats()
     read, missed = after.selected - before.selected, after.misses - before.misses
     return {
         "ms_per_step": round(statistics.median(timed), 3),

@@ -1,0 +1,27 @@
+"""Decode steps on a clock."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, PreTrainedModel
+
+
+@torch.no_grad()
+def step_times(model: PreTrainedModel, cache: Cache, batch: int, steps: int, label: str) -> list[float]:
+    """Milliseconds of each of `steps` decode steps of random tokens, one per batch row."""
+    tokens, times = torch.randint(0, 1000, (batch, 1), device=model.device), []
+    for _ in tqdm(range(steps), desc=label, leave=False):
+        _wait(model)
+        began = time.perf_counter()
+        model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        _wait(model)
+        times.append(1000 * (time.perf_counter() - began))
+    return times
+
+
+def _wait(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
