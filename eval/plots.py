@@ -39,16 +39,22 @@ def plot_msa(rows: list[Row], target: Path) -> None:
     """
     cases = list(dict.fromkeys((int(row["history"]), int(row["batch"])) for row in rows))
     figure, panels = plt.subplots(
-        2, len(cases), figsize=(max(6.5, 4.2 * len(cases)), 7.6), squeeze=False, sharex="col"
+        2, len(cases), figsize=(max(9, 4.2 * len(cases)), 7.4), squeeze=False, sharex="col"
     )
     for column, (history, batch) in enumerate(cases):
-        own = [row for row in rows if (int(row["history"]), int(row["batch"])) == (history, batch)]
-        labels = list(dict.fromkeys(_label(row) for row in own))
+        own: dict[
+            tuple[str, str], Row
+        ] = {}  # the first of each bar: overlap does not change what is resident
+        for row in rows:
+            if (int(row["history"]), int(row["batch"])) == (history, batch):
+                own.setdefault((row["way"], _label(row)), row)
+        bars = sorted(own.values(), key=lambda row: list(_COLOURS).index(row["way"]))
         for panel, measure in zip(panels[:, column], ("ms_per_step", "MB_moved_per_step"), strict=True):
-            _bars(panel, own, labels, measure)
+            _bars(panel, bars, measure)
         panels[0, column].set_title(f"history {history:,} tokens, batch {batch}", fontsize=10)
+        labels = [_label(row) for row in bars]
         panels[1, column].set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize=8)
-    panels[0, 0].set_ylabel("ms per decode step")
+    panels[0, 0].set_ylabel("ms per decode step (median)")
     panels[1, 0].set_ylabel("MB moved per decode step")
     ways = [way for way in _COLOURS if any(row["way"] == way for row in rows)]
     marks = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[way]) for way in ways]
@@ -72,29 +78,30 @@ def plot_msa(rows: list[Row], target: Path) -> None:
 def _label(row: Row) -> str:
     if row["way"] in ("resident", "dense"):
         return row["way"]
-    return f"{row['way']}, buffer {int(row['buffer_tokens']):,}, overlap {float(row['overlap']):g}"
+    return f"{int(row['buffer_tokens']):,} tokens, overlap {float(row['overlap']):g}"
 
 
-def _bars(panel: plt.Axes, rows: list[Row], labels: list[str], measure: str) -> None:
-    """One bar per label, of the first row that has it; what was not measured is named so."""
-    for at, label in enumerate(labels):
-        row = next(row for row in rows if _label(row) == label)
-        if row.get(measure):
-            value = float(row[measure])
+def _bars(panel: plt.Axes, rows: list[Row], measure: str) -> None:
+    """One bar per row; what was not measured is named so."""
+    for at, row in enumerate(rows):
+        value = float(row[measure]) if row.get(measure) else None
+        if value is not None:
             panel.bar(at, value, color=_COLOURS[row["way"]])
-            panel.annotate(
-                f"{value:.3g}",
-                (at, value),
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                xytext=(0, 1),
-                textcoords="offset points",
-            )
-        elif row.get("error"):
-            panel.annotate("no memory", (at, 0), ha="center", va="bottom", rotation=90, fontsize=7)
-    panel.spines[["top", "right"]].set_visible(False)
+        text = "no memory" if row.get("error") else "moves nothing" if value is None else f"{value:.3g}"
+        panel.annotate(
+            text,
+            (at, value or 0),
+            ha="center",
+            va="bottom",
+            fontsize=7,
+            rotation=90 if value is None else 0,
+            xytext=(0, 1),
+            textcoords="offset points",
+        )
     panel.margins(y=0.12)
+    panel.set_ylim(bottom=0)
+    panel.set_xlim(-0.6, len(rows) - 0.4)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 _PLOTS = {"msa": plot_msa}

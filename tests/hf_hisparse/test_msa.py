@@ -6,17 +6,26 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, MiniMaxM3VLTextConfig, Qwen3Config, StaticCache
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    DynamicCache,
+    MiniMaxM3VLForCausalLM,
+    MiniMaxM3VLTextConfig,
+    Qwen3Config,
+    StaticCache,
+)
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
 from hf_hisparse.graphs import _only_known, as_captured
 from hf_hisparse.models import block_indexer
-from hf_hisparse.models.msa import LAYOUTS
+from hf_hisparse.models.msa import LAYOUTS, BlockLayer
 from tests.generate.scenarios import Session
 from tests.hf_hisparse.test_dsa import _Largest
-from tests.models import prompt
-from tests.msa_models import BLOCK, IMAGE, KINDS, MSA_MODELS, TOP_K, build, msa_twins
+from tests.models import VOCAB, prompt
+from tests.msa_models import BLOCK, IMAGE, KINDS, TOP_K, build, msa_twins
 
 HOSTED = KINDS.count("minimax_m3_sparse")
 
@@ -181,7 +190,7 @@ def _selections(model, ids, cache):
 
 
 @pytest.mark.parametrize("memory", ["50KB", "1MB", "2GiB"])
-@pytest.mark.parametrize("name", [name for name in MSA_MODELS if name not in ("images", "all_sparse")])
+@pytest.mark.parametrize("name", ["two_groups", "shared_selections", "local_blocks"])
 def test_slices_select_what_the_model_selects(name, memory, monkeypatch):
     """Block by block, in the model's order, and each query scored once, by the kernel."""
     twins, rows, scored = msa_twins(name, "cpu"), 203, []
@@ -237,6 +246,80 @@ def test_prefill_memory_does_not_grow_with_the_square(layout, chunked):
     with _Largest() as largest:
         _logits(model, ids, cache, logits_to_keep=1)
     assert largest.nbytes <= budget, largest.what
+
+
+class _Peak(TorchDispatchMode):
+    """Notes the most memory that tensors made within it take together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self._live = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)
+        }
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
+                storage = tensor.untyped_storage()
+                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {at: held for at, held in self._live.items() if not held[0].expired()}
+        self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._live.values()))
+        return output
+
+
+def _extra(device, function, *args, **kwargs):
+    """What `function` returns, and the bytes that it took beyond that."""
+    if device == "cpu":
+        with _Peak() as peak:
+            output = function(*args, **kwargs)
+        taken = peak.nbytes
+    else:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        output = function(*args, **kwargs)
+        taken = torch.cuda.max_memory_allocated() - held
+    result = output[0] if isinstance(output, tuple) else output
+    return output, taken - result.nbytes
+
+
+@torch.no_grad()
+def test_a_long_prompt_stays_within_prefill_memory(device, monkeypatch):
+    """Indexer and attention each: on a GPU 128K tokens at MiniMax-M3's sizes within the default, on a CPU a toy."""
+    if device == "cpu":
+        model, rows, budget = build("all_sparse"), 2500, 4_000_000
+    else:
+        config = MiniMaxM3VLTextConfig(
+            num_hidden_layers=1,
+            layer_types=["minimax_m3_sparse"],
+            mlp_layer_types=["dense"],
+            dense_intermediate_size=256,
+            vocab_size=VOCAB,
+        )
+        with torch.device("cuda"):
+            model = MiniMaxM3VLForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        rows, budget = 2**17, 2**31
+    taken = []
+
+    def noted(function):
+        def measured(*args, **kwargs):
+            output, nbytes = _extra(device, function, *args, **kwargs)
+            taken.append(nbytes)
+            return output
+
+        return measured
+
+    cache = HiSparseCache(model, prefill_memory=budget)
+    monkeypatch.setattr(BlockLayer, "attend", noted(BlockLayer.attend))
+    for module in model.modules():
+        if hasattr(module, "build_block_mask"):
+            monkeypatch.setattr(module, "forward", noted(module.forward))
+    _logits(model, prompt(1, rows, device=device), cache, logits_to_keep=1)
+    assert len(taken) == 2 * len(cache.hosted_layers)
+    assert max(taken) <= budget, taken
+    assert max(taken) > budget / 20, "so little shows nothing"
 
 
 # ---------------------------------------------------------------------- decode steps
