@@ -111,3 +111,21 @@ def test_prefill_in_slices(device, scenario, memory):
 @pytest.mark.parametrize("scenario", ["greedy_batch", "chunked_prefill"])
 def test_eager_attention(device, scenario):
     assert_parity(msa_twins("two_groups", device, 0, "eager"), scenario)
+
+
+def test_the_selection_shows_in_the_text(device):
+    """A model that selects one block less writes something else: so a parity test can fail."""
+    twins = msa_twins("two_groups", device)
+    texts = []
+    indexers = [module for module in twins.native.modules() if hasattr(module, "build_block_mask")]
+    for top_k in (TOP_K, TOP_K - 1, ALL // BLOCK):
+        session = Session(twins.native, lambda: DynamicCache(config=twins.native.config))
+        try:
+            for indexer in indexers:
+                indexer.topk_blocks = top_k
+            SCENARIOS["greedy"](session)
+        finally:
+            for indexer in indexers:
+                indexer.topk_blocks = TOP_K
+        texts.append(tuple(session.texts[0][0].tolist()))
+    assert len(set(texts)) == len(texts)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import add_hook_to_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,7 +24,7 @@ from hf_hisparse.graphs import _only_known, as_captured
 from hf_hisparse.models import block_indexer
 from hf_hisparse.models.msa import LAYOUTS, BlockLayer
 from tests.generate.scenarios import Session
-from tests.hf_hisparse.test_dsa import _Largest
+from tests.hf_hisparse.test_dsa import _Counting, _Largest
 from tests.models import VOCAB, prompt
 from tests.msa_models import BLOCK, IMAGE, KINDS, TOP_K, build, msa_twins
 
@@ -75,6 +76,35 @@ def test_other_caches_answer_as_before(name, attention, cache):
     disable(model)
     assert all(torch.equal(*pair) for pair in zip(answers(model), expected, strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_under_hooks_of_accelerate(model):
+    """They see one call of an indexer, whatever slices it is cut into."""
+    ids = prompt(1, 300, device=str(model.device))
+    expected = _logits(model, ids)
+    hooks = {module: _Counting() for module in model.modules() if hasattr(module, "build_block_mask")}
+    for module, hook in hooks.items():
+        add_hook_to_module(module, hook)
+    enable(model)
+    cache = HiSparseCache(model, prefill_memory="200KB")
+    torch.testing.assert_close(_logits(model, ids, cache), expected, atol=1e-4, rtol=0)
+    assert {hook.calls for hook in hooks.values()} == {1}
+    disable(model)
+    assert torch.equal(_logits(model, ids), expected)
+
+
+def test_a_copied_model_is_enabled_on_its_own(model):
+    enable(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for module in twin.modules():
+            if hasattr(module, "build_block_mask"):
+                module.q_proj.weight.neg_()  # other blocks are the best now
+    ids = prompt(1, 200, device=str(model.device))
+    for each in (model, twin):
+        expected = _logits(each, ids)
+        torch.testing.assert_close(_logits(each, ids, HiSparseCache(each)), expected, atol=1e-4, rtol=0)
+    assert not torch.allclose(_logits(model, ids), _logits(twin, ids), atol=1e-2)
 
 
 # ---------------------------------------------------------------------- what is refused
