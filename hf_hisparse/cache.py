@@ -62,7 +62,8 @@ class HiSparseCache(Cache):
         full on the GPU; for checking.
     layout : str
         For MiniMax-M3. "per_group": each KV head has a hot buffer of its own. "union": one for all KV heads of a batch row; a
-        block that any of them selects is kept and moved for all. The answers are the same.
+        block that any of them selects is kept and moved for all (one that several select counts as read by each, as missed
+        once). The answers are the same.
     prefill_memory : int or str
         For models that select themselves: the most GPU memory that a long prompt may take beyond its results.
     prefetch : bool

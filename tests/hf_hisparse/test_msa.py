@@ -327,6 +327,8 @@ def test_a_long_prompt_stays_within_prefill_memory(device, monkeypatch):
             mlp_layer_types=["dense"],
             dense_intermediate_size=256,
             vocab_size=VOCAB,
+            bos_token_id=None,
+            eos_token_id=None,
         )
         with torch.device("cuda"):
             model = MiniMaxM3VLForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
