@@ -47,11 +47,11 @@ class HiSparseCache(Cache):
     model : PreTrainedModel or PreTrainedConfig
         A model is enabled (see `enable`); with a config you enable the model yourself.
     selector : Selector
-        Names what a query reads, for example ``Quest()``. None for a model that selects itself, as DeepSeek-V3.2 and GLM-5
-        do: then prefill is as sparse as the model makes it.
+        Names what a query reads, for example ``Quest()``. None for a model that selects itself, as DeepSeek-V3.2, GLM-5 and
+        MiniMax-M3 do: then prefill is as sparse as the model makes it.
     device_buffer_tokens : int, optional
         Tokens per lane that each hosted layer keeps on the GPU: a multiple of the selector's page size, at least its
-        budget (the model's ``index_topk``). Default: twice the budget.
+        budget (what the model itself selects). Default: twice the budget.
     decode_rows : int
         A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
     host_memory : int or str, optional
@@ -61,6 +61,10 @@ class HiSparseCache(Cache):
         For models with latent attention. "absorb" attends to the latents themselves. "expand" runs the model's own
         `expand_kv` and attention on what was read: bit for bit its answer, slow, and with keys and values of one layer in
         full on the GPU; for checking.
+    layout : str
+        For MiniMax-M3. "per_group": each KV head has a hot buffer of its own. "union": one for all KV heads of a batch row; a
+        block that any of them selects is kept and moved for all (one that several select counts as read by each, as missed
+        once). The answers are the same.
     prefill_memory : int or str
         For models that select themselves: the most GPU memory that a long prompt may take beyond its results.
     prefetch : bool
@@ -92,6 +96,7 @@ class HiSparseCache(Cache):
         decode_rows: int = 32,
         host_memory: int | str | None = None,
         mla_mode: str = "absorb",
+        layout: str = "per_group",
         prefill_memory: int | str = "2GiB",
         prefetch: bool = True,
         verify: bool = False,
@@ -102,7 +107,7 @@ class HiSparseCache(Cache):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
             raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
         family = family_of(
-            config, selector, mla_mode, parse_bytes(prefill_memory, "prefill_memory"), prefetch
+            config, selector, mla_mode, layout, parse_bytes(prefill_memory, "prefill_memory"), prefetch
         )
         buffer_tokens = _checked_buffer(device_buffer_tokens, family)
         if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity"])
+@pytest.mark.parametrize("name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa"])
 def test_quick(name, tmp_path):
     output = tmp_path / "rows.csv"
     command = [sys.executable, "-m", f"eval.{name}", "--quick", "--output", str(output)]
