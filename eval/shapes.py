@@ -64,3 +64,17 @@ def build(name: str, device: str, dtype: torch.dtype, layers: int | None = None)
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+# The same for MiniMax sparse attention: blocks of 8 tokens, 8 of them read.
+TOY_MSA: dict[str, Any] = dict(
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    rotary_dim=8,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_block_size=8,
+    index_topk_blocks=8,
+)

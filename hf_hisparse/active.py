@@ -20,13 +20,16 @@ class Call:
     Attributes
     ----------
     causal : bool
-        Whether the mask of its sparse layers was made by transformers: then no row reads what comes after it, and the mask
-        of a long call says only which keys are padding, ``[batch, 1, 1, T]``.
+        Whether the mask of its sparse layers was made by transformers: then no row reads what comes after it, and the last
+        row says which keys are padding (DSA models are given that row alone in a long call).
+    checked : bool
+        Whether the position ids were looked at.
     """
 
     _decoder: weakref.ref[torch.nn.Module]
     _cache: weakref.ref[Any]
     causal: bool = False
+    checked: bool = False
 
     @property
     def attention(self) -> str | None:

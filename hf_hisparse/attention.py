@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .active import capturing_cache, current_call
 from .hosted_layer import LAYER_ATTRIBUTE, HostedLayer
-from .masks import check_mask, selection_mask
+from .masks import block_mask, check_mask, selection_mask
 from .resident_layer import ResidentLayer
 
 # The implementation a model had -> the one it gets. One name per base, so that the base survives copying a model.
@@ -45,10 +45,12 @@ def _attention(
     base = _base_attention(module)
     layer: HostedLayer | ResidentLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
-        # What the model does itself under another implementation.
+        # What the models do themselves under another implementation.
         if kwargs.get("indices") is not None and attention_mask is not None:
             attention_mask = selection_mask(attention_mask, kwargs.pop("indices"))
             kwargs["indices"] = None
+        if kwargs.get("block_indices") is not None:
+            attention_mask = block_mask(module, query, key.shape[2], attention_mask, kwargs)
         return base(module, query, key, value, attention_mask, **kwargs)
     _check_arguments(layer, kwargs)
     if isinstance(layer, HostedLayer):
@@ -80,22 +82,23 @@ def _base_attention(module: Any) -> Callable[..., tuple[torch.Tensor, torch.Tens
 
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
-    """The mask that the model would have made; for a long call of a model with an indexer, its last row alone.
+    """The mask that the model would have made; for a long call of a DSA model, its last row alone.
 
     That row sees every key that is no padding, so it says all of a mask but causality (see `Call.causal`).
     """
     base = ALL_MASK_ATTENTION_FUNCTIONS[BASES[config._attn_implementation]]
     call, captured = current_call(), capturing_cache.get()
     cache: Any = captured if captured is not None else call and call.cache
-    # Only for an indexer do these models insist on a mask.
-    insists = (
-        cache is not None
-        and cache.hosted_layers[0].model_selects
-        and not kwargs.get("allow_is_causal_skip", True)
-        and kwargs.get("local_size") is None
-    )
-    if insists and call is not None:
-        call.causal = True
+    insists = False
+    if cache is not None:
+        layer: HostedLayer = cache.hosted_layers[0]
+        selects = layer.model_selects and kwargs.get("local_size") is None
+        insists = selects and layer.insists_on_mask and not kwargs.get("allow_is_causal_skip", True)
+        if call is not None:
+            call.causal |= insists or (selects and not layer.insists_on_mask)
+            padding = kwargs.get("attention_mask")
+            if padding is not None and not layer.get_seq_length():
+                layer.check_padding(padding)
     if captured is not None:  # other layers read the mask from `Padding`
         return captured.captured_mask() if insists else None
     if insists and call is not None and kwargs["q_length"] > call.decode_rows:

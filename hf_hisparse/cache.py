@@ -54,11 +54,11 @@ class HiSparseCache(Cache):
     model : PreTrainedModel or PreTrainedConfig
         A model is enabled (see `enable`); with a config you enable the model yourself.
     selector : Selector
-        Names what a query reads, for example ``Quest()``. None for a model that selects itself, as DeepSeek-V3.2 and GLM-5
-        do: then prefill is as sparse as the model makes it.
+        Names what a query reads, for example ``Quest()``. None for a model that selects itself, as DeepSeek-V3.2, GLM-5 and
+        MiniMax-M3 do: then prefill is as sparse as the model makes it.
     device_buffer_tokens : int, optional
         Tokens per lane that each hosted layer keeps on the GPU: a multiple of the selector's page size, at least its
-        budget (the model's ``index_topk``). Default: twice the budget.
+        budget (what the model itself selects). Default: twice the budget.
     device_memory : int or str, optional
         Instead: the most GPU memory that this cache may hold, in bytes or as text ("6GiB"), with all that it keeps there.
         Everything stays resident until that is full, then the least recently used leaves; as what grows with the history
@@ -73,6 +73,10 @@ class HiSparseCache(Cache):
         For models with latent attention. "absorb" attends to the latents themselves. "expand" runs the model's own
         `expand_kv` and attention on what was read: bit for bit its answer, slow, and with keys and values of one layer in
         full on the GPU; for checking.
+    layout : str
+        For MiniMax-M3. "per_group": each KV head has a hot buffer of its own. "union": one for all KV heads of a batch row; a
+        block that any of them selects is kept and moved for all (one that several select counts as read by each, as missed
+        once). The answers are the same.
     prefill_memory : int or str
         For models that select themselves: the most GPU memory that a long prompt may take beyond its results.
     prefetch : bool
@@ -107,6 +111,7 @@ class HiSparseCache(Cache):
         decode_rows: int = 32,
         host_memory: int | str | None = None,
         mla_mode: str = "absorb",
+        layout: str = "per_group",
         prefill_memory: int | str = "2GiB",
         prefetch: bool = True,
         verify: bool = False,
@@ -117,7 +122,7 @@ class HiSparseCache(Cache):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
             raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
         extra = parse_bytes(prefill_memory, "prefill_memory")
-        family = family_of(config, selector, mla_mode, extra, prefetch)
+        family = family_of(config, selector, mla_mode, layout, extra, prefetch)
         if device_memory is not None and device_buffer_tokens is not None:
             raise ValueError(
                 f"device_memory={device_memory!r} and device_buffer_tokens={device_buffer_tokens!r}: give one, either sets the "
@@ -145,7 +150,7 @@ class HiSparseCache(Cache):
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
         # layer -> batch size, heads, key width, value width, dtype and device of what it holds
-        self.states: dict[int, tuple[Any, ...]] = {}
+        self._states: dict[int, tuple[Any, ...]] = {}
         self.selector = selector
         self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
         self._positions = getattr(text_config(config), "max_position_embeddings", None)  # None: say nothing
@@ -322,11 +327,11 @@ class HiSparseCache(Cache):
             key_states.dtype,
             key_states.device,
         )
-        held = self.states.get(layer_idx)
+        held = self._states.get(layer_idx)
         if held is None or not layer.get_seq_length():
-            devices = {state[5] for state in self.states.values()} | {key_states.device}
+            devices = {state[5] for state in self._states.values()} | {key_states.device}
             self._limits.check_foreseen(layer_idx, got[1:4], devices)
-            self.states[layer_idx] = got
+            self._states[layer_idx] = got
             return
         if got == held:
             return
@@ -419,7 +424,7 @@ class HiSparseCache(Cache):
             else:
                 self.layers[index] = fresh[index]
         self.padding.reset()
-        self.states.clear()
+        self._states.clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
@@ -459,16 +464,16 @@ class HiSparseCache(Cache):
 
     def _call_of(self, batch: int, rows: int) -> Call:
         """A call like those before."""
-        *_, dtype, device = next(iter(self.states.values()))
+        *_, dtype, device = next(iter(self._states.values()))
         return Call(batch, rows, dtype, device)
 
     @property
     def _batch(self) -> int:
-        return next(iter(self.states.values()))[0] if self.states else 0
+        return next(iter(self._states.values()))[0] if self._states else 0
 
     def _rows_changed(self, rows: torch.Tensor) -> None:
         self.padding.rearrange(rows)
-        self.states = {index: (rows.numel(), *state[1:]) for index, state in self.states.items()}
+        self._states = {index: (rows.numel(), *state[1:]) for index, state in self._states.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HiSparseCache:
         """An independent cache that holds the same tokens, for another continuation of a shared prefix.
@@ -494,7 +499,7 @@ class HiSparseCache(Cache):
         ]
         other._connect()
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
-        other.states = dict(self.states)
+        other._states = dict(self._states)
         return other
 
     # ------------------------------------------------------------------ prefixes on a disk

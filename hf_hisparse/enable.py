@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .active import forget_calls, track_calls
 from .attention import BASES, IMPLEMENTATIONS
 from .graphs import unwrap_forward, wrap_forward
+from .models.block_indexer import disable_msa, enable_msa
 from .models.dsa import disable_dsa, enable_dsa
 
 
@@ -50,12 +51,14 @@ def enable(model: PreTrainedModel) -> None:
     for decoder in decoders_of(model):
         track_calls(decoder)
     enable_dsa(model)
+    enable_msa(model)
 
 
 def disable(model: PreTrainedModel) -> None:
     """Give `model` back the attention it had before `enable`; calling it again changes nothing."""
     current = text_config(model.config)._attn_implementation
     disable_dsa(model)
+    disable_msa(model)
     for decoder in decoders_of(model):
         forget_calls(decoder)
     if current in BASES:

@@ -239,7 +239,8 @@ def _is_decode(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:
 
 def _only_known(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for nothing but what a captured step can give."""
-    known = ("input_ids", "attention_mask", "position_ids", *_CACHE_NAMES, *_FLAGS)
+    unread = cache.hosted_layers[0].unread_inputs
+    known = ("input_ids", "attention_mask", "position_ids", *_CACHE_NAMES, *_FLAGS, *unread)
     if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
         return False
     mask = kwargs.get("attention_mask")

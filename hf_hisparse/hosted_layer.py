@@ -84,7 +84,12 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     supports_early_init = False
     _layer_type = None
     obstacle: str | None = None  # why a decode step cannot be captured in a CUDA graph
-    model_selects = False  # whether the selection comes from the model, which then needs a mask for it
+    model_selects = False  # whether the selection comes from the model
+    insists_on_mask = (
+        False  # whether the model makes a mask for its selection in every call, and for nothing else
+    )
+    # What `generate` hands to every step although the model reads it in a call with images alone.
+    unread_inputs: tuple[str, ...] = ()
     unsupported_arguments = UNSUPPORTED_ARGUMENTS
     alternative = "DynamicCache"  # what serves a model that asks for such an argument
 
@@ -120,7 +125,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             self._area = host_area(self.settings.reserve_bytes, device)
         if not self._fits(shape, layout):
             self.layout = layout
-            self.pool = HostPool(shape.batch, shape.heads, layout, device, self._area)
+            self.pool = HostPool(shape.batch, shape.heads // layout.heads, layout, device, self._area)
             self.buffer = self.new_buffer(shape, layout)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -134,7 +139,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer:
         """The empty hot buffer of this layer."""
-        return HotBuffer(shape.lanes, self.buffer_records, layout, shape.device, selected=self.settings.top_k)
+        lanes, k = shape.lanes // layout.heads, self.settings.top_k
+        return HotBuffer(lanes, self.buffer_records, layout, shape.device, selected=k)
 
     @abstractmethod
     def new_state(self, shape: LayerShape) -> Any:
@@ -166,6 +172,9 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         -------
         ``[batch, S, query heads, value width]``, and attention weights or None.
         """
+
+    def check_padding(self, valid: torch.Tensor) -> None:
+        """Refuse padding that could not be served (ValueError): `valid` bool ``[batch, tokens]`` of a cache's first call."""
 
     @property
     def name(self) -> str:
@@ -240,7 +249,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         batch, heads = key_states.shape[:2]
         rows = self.pool.host_batch if self._length else batch
         held = self._area.size if self._area is not None else 0
-        return max(0, whole_pages(layout.count(tokens) * rows * heads * layout.nbytes) - held)
+        lanes = rows * heads // layout.heads
+        return max(0, whole_pages(layout.count(tokens) * lanes * layout.nbytes) - held)
 
     def host_bytes_to_grow(self, tokens: int) -> int:
         """The same for tokens like those held."""
@@ -393,7 +403,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             strict=True,
         ):
             same = one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)
-            wrong = (~same.all(-1)[:, 0] & written).any(1).nonzero()
+            wrong = (~same.all(-1) & written[:, None]).flatten(1).any(1).nonzero()
             if len(wrong):
                 bad = int(wrong[0])
                 raise RuntimeError(
@@ -433,7 +443,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.pool.rearrange(rows, self.layout.count(self._length), self._area)
         if self._length % self.layout.tokens:
             self.pool.own(self._length // self.layout.tokens)
-        lanes = lanes_of(rows, self.shape.heads)
+        lanes = lanes_of(rows, self.pool.heads)
         self.buffer.rearrange(lanes)
         self.state.rearrange(lanes)
         if batch != self.shape.batch:

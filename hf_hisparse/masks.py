@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 _CHECKED = "_hisparse_checked"  # on a mask: all layers of a call are handed the same one
+_HIDES_NEW = "_hisparse_hides_new"
 _HIDDEN = -1e3  # an additive mask hides a key by less than this; implementations differ in how much less
 
 
@@ -85,6 +86,15 @@ def valid_tokens(allowed: torch.Tensor | None, count: int) -> torch.Tensor | Non
     return None if allowed is None else allowed[:, :, -count:].any(1)
 
 
+def hides_new(mask: torch.Tensor | None, count: int) -> bool:
+    """Whether any of the last `count` keys is padding; looked at once."""
+    if mask is None:
+        return False
+    if not hasattr(mask, _HIDES_NEW):
+        setattr(mask, _HIDES_NEW, not bool(valid_tokens(allowed_keys(mask, mask.shape[0]), count).all()))  # type: ignore[union-attr]
+    return getattr(mask, _HIDES_NEW)
+
+
 def causal_rows(allowed: torch.Tensor, start: int) -> torch.Tensor:
     """What the last rows may read: bool ``[batch, T - start, T]``, from which keys are no padding, bool ``[batch, T]``."""
     keys = torch.arange(allowed.shape[1], device=allowed.device)
@@ -107,6 +117,31 @@ def selection_mask(mask: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return mask & ~unselected
     return mask.masked_fill(unselected, torch.finfo(mask.dtype).min)
+
+
+def block_mask(
+    module: Any, query: torch.Tensor, total: int, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The mask that a MiniMax-M3 attention module makes of the blocks it has selected; takes them out of `kwargs`.
+
+    Parameters
+    ----------
+    module
+        Its indexer narrows the mask.
+    query : ``[batch, heads, S, width]``
+    total : int
+        Keys.
+    mask : bool or additive ``[batch or 1, 1, S, total]``, or None
+    kwargs : dict
+        ``block_indices`` int ``[batch, index heads, S, k]``, and ``position_ids`` ``[batch or 1, S]``.
+
+    Returns
+    -------
+    additive ``[batch, heads, S, total]``
+    """
+    positions = kwargs["position_ids"].expand(query.shape[0], -1)
+    indices, kwargs["block_indices"] = kwargs["block_indices"], None
+    return module.indexer.build_block_mask(indices, mask, total, query.dtype, query.device, positions)
 
 
 def readable(indices: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

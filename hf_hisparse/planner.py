@@ -291,7 +291,7 @@ def _family(config: PreTrainedConfig, selector: Selector | None) -> tuple[Family
     layers = DynamicCache(config=config).layers
     selects = any(hasattr(layer, "update_indexer") or hasattr(layer, "update_index") for layer in layers)
     selector = selector if selects or selector is not None else Quest()
-    return family_of(config, selector, "absorb", _PREFILL_MEMORY, True), selects
+    return family_of(config, selector, "absorb", "per_group", _PREFILL_MEMORY, True), selects
 
 
 def _device_memory(size: int | str | None) -> int:

@@ -12,7 +12,8 @@ class RecordLayout:
     """What one record of one lane holds.
 
     A record is a run of `tokens` consecutive cache positions of one lane: the keys of all of them
-    (``[tokens, key_width]``), then the values (``[tokens, value_width]``).
+    (``[tokens, key_width]``), then the values (``[tokens, value_width]``); where a lane has several KV heads, that of
+    one after another.
 
     Attributes
     ----------
@@ -21,6 +22,8 @@ class RecordLayout:
     key_width, value_width : int
         Elements per token; `value_width` is 0 where one row serves as both.
     dtype : torch.dtype
+    heads : int
+        KV heads per record.
 
     Raises
     ------
@@ -32,6 +35,7 @@ class RecordLayout:
     key_width: int
     value_width: int
     dtype: torch.dtype
+    heads: int = 1
 
     def __post_init__(self) -> None:
         if self.nbytes % 16:
@@ -43,7 +47,7 @@ class RecordLayout:
     @property
     def elements(self) -> int:
         """Elements of one record."""
-        return self.tokens * (self.key_width + self.value_width)
+        return self.heads * self.tokens * (self.key_width + self.value_width)
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +68,7 @@ class RecordLayout:
 
         Returns
         -------
-        ``[batch * heads, ceil(T / tokens), elements]``; what follows the last token in the last record is zero.
+        ``[lanes, ceil(T / tokens), elements]``; what follows the last token in the last record is zero.
         """
 
         def cut(rows: torch.Tensor) -> torch.Tensor:
@@ -72,7 +76,7 @@ class RecordLayout:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, missing)).flatten(0, 1)
             return rows.unflatten(1, (-1, self.tokens)).flatten(2)
 
-        return torch.cat([cut(keys), cut(values)], dim=2)
+        return self._joined(torch.cat([cut(keys), cut(values)], dim=2))
 
     def pack_selected(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """Collect chosen records of a history that lies in `keys` and `values` from position 0 on.
@@ -80,35 +84,43 @@ class RecordLayout:
         Parameters
         ----------
         keys, values : ``[batch, heads, T, width]``
-        records : int64 ``[batch * heads, n]``
+        records : int64 ``[lanes, n]``
             -1 for none; such an entry, and what follows the last token of the history, is unspecified.
 
         Returns
         -------
-        ``[batch * heads, n, elements]``
+        ``[lanes, n, elements]``
         """
         batch, heads, length, _ = keys.shape
         within = torch.arange(self.tokens, device=records.device)
         token = (records[:, :, None] * self.tokens + within).clamp(0, length - 1)
-        token = token.view(batch, heads, -1, 1)
+        token = token.repeat_interleave(self.heads, dim=0).view(batch, heads, -1, 1)
 
         def collect(rows: torch.Tensor) -> torch.Tensor:
             chosen = rows.gather(2, token.expand(-1, -1, -1, rows.shape[3]))
             return chosen.view(batch * heads, records.shape[1], self.tokens * rows.shape[3])
 
-        return torch.cat([collect(keys), collect(values)], dim=2)
+        return self._joined(torch.cat([collect(keys), collect(values)], dim=2))
+
+    def _joined(self, data: torch.Tensor) -> torch.Tensor:
+        """``[batch * heads, n, elements of one head]`` -> ``[lanes, n, elements]``."""
+        if self.heads == 1:
+            return data
+        return data.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
 
     def unpack(self, data: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of consecutive records, as views.
+        """The keys and values of consecutive records, as views if a lane has one head.
 
         Parameters
         ----------
-        data : ``[batch * heads, n, elements]``
+        data : ``[lanes, n, elements]``
 
         Returns
         -------
         ``[batch, heads, n * tokens, key_width]`` and ``[batch, heads, n * tokens, value_width]``
         """
+        if self.heads > 1:
+            data = data.unflatten(2, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
         lanes, count, _ = data.shape
         keys, values = data.split([self.tokens * self.key_width, self.tokens * self.value_width], dim=2)
 

@@ -89,7 +89,7 @@ def _write(cache: HiSparseCache, folder: Path) -> None:
         "layers": [],
     }
     parts = [
-        (f"layer-{index:05}", layer, cache.states.get(index)) for index, layer in enumerate(cache.layers)
+        (f"layer-{index:05}", layer, cache._states.get(index)) for index, layer in enumerate(cache.layers)
     ]
     with ThreadPoolExecutor(_THREADS) as threads:
         for name, layer, states in tqdm(parts, desc="saving", unit="layer"):
@@ -233,7 +233,7 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
                 _load_native(layer, blank, tensors, content["layers"][index]["values"])
     masks = _read(path / "padding.safetensors", content["padding"]["checksums"])
     cache.padding.load(masks, content["padding"]["noted"], cache.capacity, model.device)
-    cache.states = {
+    cache._states = {
         index: (*layer["states"][:4], keys.dtype, keys.device)
         for index, (layer, (keys, _)) in enumerate(zip(content["layers"], shapes, strict=True))
         if layer["states"]

@@ -13,6 +13,7 @@ from .dispatch import (
     check_position,
     check_state,
     check_tokens,
+    lanes_each,
     on_device_of,
     use_triton,
 )
@@ -38,6 +39,7 @@ def _append_kernel(
     host_lanes,
     heads,
     slot_count,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -46,7 +48,8 @@ def _append_kernel(
     ORDER_BLOCK: tl.constexpr,
 ):
     """One program per lane."""
-    RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
+    PART_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
+    RECORD_WIDTH: tl.constexpr = PARTS * PART_WIDTH
     lane = tl.program_id(0).to(tl.int64)
     at = tl.load(position)
     record = at // TOKENS
@@ -72,21 +75,22 @@ def _append_kernel(
 
     host = pool + (record * host_lanes + lane) * RECORD_WIDTH
     here = buffer + (lane * slot_count + slot) * RECORD_WIDTH
-    column = tl.arange(0, KEY_BLOCK)
-    inside = column < KEY_WIDTH
-    key = tl.load(keys + lane * keys_stride + column, mask=inside)
-    key_at = offset * KEY_WIDTH + column
-    tl.store(host + key_at, key, mask=inside)
-    if slot >= 0:
-        tl.store(here + key_at, key, mask=inside)
-    if VALUE_WIDTH > 0:
-        column = tl.arange(0, VALUE_BLOCK)
-        inside = column < VALUE_WIDTH
-        value = tl.load(values + lane * values_stride + column, mask=inside)
-        value_at = TOKENS * KEY_WIDTH + offset * VALUE_WIDTH + column
-        tl.store(host + value_at, value, mask=inside)
+    for part in tl.static_range(PARTS):
+        column = tl.arange(0, KEY_BLOCK)
+        inside = column < KEY_WIDTH
+        key = tl.load(keys + (lane * PARTS + part) * keys_stride + column, mask=inside)
+        key_at = part * PART_WIDTH + offset * KEY_WIDTH + column
+        tl.store(host + key_at, key, mask=inside)
         if slot >= 0:
-            tl.store(here + value_at, value, mask=inside)
+            tl.store(here + key_at, key, mask=inside)
+        if VALUE_WIDTH > 0:
+            column = tl.arange(0, VALUE_BLOCK)
+            inside = column < VALUE_WIDTH
+            value = tl.load(values + (lane * PARTS + part) * values_stride + column, mask=inside)
+            value_at = part * PART_WIDTH + TOKENS * KEY_WIDTH + offset * VALUE_WIDTH + column
+            tl.store(host + value_at, value, mask=inside)
+            if slot >= 0:
+                tl.store(here + value_at, value, mask=inside)
 
 
 def append(
@@ -108,7 +112,7 @@ def append(
     ValueError
         If a shape, dtype or memory layout is not what the reference names.
     """
-    lanes, key_width = keys.shape
+    lanes, key_width = order.shape[0], keys.shape[1]
     value_width = values.shape[1]
     _check(keys, values, pool, buffer, order, tokens_per_record)
     check_state(lanes, page_table, slot_records, order)
@@ -147,6 +151,7 @@ def append(
             pool.shape[1],
             heads,
             slot_count,
+            keys.shape[0] // lanes,
             tokens_per_record,
             key_width,
             value_width,
@@ -165,7 +170,8 @@ def _check(
     order: torch.Tensor,
     tokens_per_record: int,
 ) -> None:
-    check_tokens(keys, values, pool, buffer, tokens_per_record)
-    lanes, record_width = keys.shape[0], pool.shape[2]
+    lanes, record_width = order.shape[0], pool.shape[2]
+    parts = lanes_each(keys.shape[0], lanes, "order", "lanes")
+    check_tokens(keys, values, pool, buffer, tokens_per_record, parts)
     if buffer.shape != (lanes, order.shape[1], record_width):
         raise ValueError(f"buffer must be {[lanes, order.shape[1], record_width]}, got {list(buffer.shape)}")

@@ -80,9 +80,14 @@ def check_host_rows(host_rows: torch.Tensor, lanes: int) -> int:
 
 def heads_per_row(lanes: int, batch: int, name: str) -> int:
     """The lanes of one batch row; ValueError if the `batch` rows of tensor `name` do not divide the lanes."""
-    if batch == 0 or lanes % batch:
-        raise ValueError(f"{name} has {batch} batch rows, which must divide the {lanes} lanes")
-    return lanes // batch
+    return lanes_each(lanes, batch, name, "batch rows")
+
+
+def lanes_each(lanes: int, parts: int, name: str, what: str) -> int:
+    """The lanes of each of the `parts` of tensor `name`, called `what`; ValueError if they do not divide the lanes."""
+    if parts == 0 or lanes % parts:
+        raise ValueError(f"{name} has {parts} {what}, which must divide the {lanes} lanes")
+    return lanes // parts
 
 
 def check_tokens(
@@ -91,26 +96,27 @@ def check_tokens(
     pool: torch.Tensor,
     buffer: torch.Tensor,
     tokens_per_record: int,
+    parts: int = 1,
 ) -> None:
-    """Check one token per lane, ``[lanes, key_width]`` and ``[lanes, value_width]``, against the pool it is stored in.
+    """Check one token per lane and part, ``[lanes * parts, width]``, against the pool it is stored in.
 
     Raises
     ------
     ValueError
         For different dtypes, another number of lanes, a record of another width, or rows that are not contiguous.
     """
-    lanes, key_width = keys.shape
+    lanes, key_width = keys.shape[0] // parts, keys.shape[1]
     value_width = values.shape[1]
-    record_width = tokens_per_record * (key_width + value_width)
+    record_width = parts * tokens_per_record * (key_width + value_width)
     if not keys.dtype is values.dtype is pool.dtype is buffer.dtype:
         raise ValueError(
             "keys, values, pool and buffer must have one dtype, "
             f"got {keys.dtype}, {values.dtype}, {pool.dtype} and {buffer.dtype}"
         )
-    if values.shape[0] != lanes or pool.shape[1] < lanes or pool.shape[2] != record_width:
+    if values.shape[0] != keys.shape[0] or pool.shape[1] < lanes or pool.shape[2] != record_width:
         raise ValueError(
             f"{lanes} lanes of {tokens_per_record} tokens x ({key_width} + {value_width}) need values "
-            f"[{lanes}, {value_width}] and a pool [records, at least {lanes}, {record_width}], "
+            f"[{keys.shape[0]}, {value_width}] and a pool [records, at least {lanes}, {record_width}], "
             f"got {list(values.shape)} and {list(pool.shape)}"
         )
     if keys.stride(1) != 1 or values.stride(1) != 1 or not (pool.is_contiguous() and buffer.is_contiguous()):

@@ -12,9 +12,9 @@ from . import reference
 from .dispatch import (
     block_of,
     ceil_div,
-    check_position,
     check_source,
     heads_per_row,
+    lanes_each,
     on_device_of,
     use_triton,
 )
@@ -32,6 +32,8 @@ _MAX_SPLITS = 64  # a lane's partial results are merged in one tile
         "host_rows_stride",
         "host_lanes",
         "heads",
+        "sharing",
+        "stretch",
         "k",
         "slot_count",
         "split_tokens",
@@ -56,6 +58,8 @@ def _gqa_split_kernel(
     host_rows_stride,
     host_lanes,
     heads,
+    sharing,
+    stretch,
     k,
     slot_count,
     split_tokens,
@@ -76,10 +80,10 @@ def _gqa_split_kernel(
     RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
     lane = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    last = tl.load(position)
+    last = tl.load(position + lane // stretch)
     selection += lane * selection_stride
     slots += lane * k
-    buffer += lane * slot_count * RECORD_WIDTH
+    buffer += lane // sharing * slot_count * RECORD_WIDTH
     row = tl.arange(0, GROUP_BLOCK)
     key_column = tl.arange(0, KEY_BLOCK)
     value_column = tl.arange(0, VALUE_BLOCK)
@@ -112,7 +116,6 @@ def _gqa_split_kernel(
                 host_rows + lane // heads * host_rows_stride + record, mask=record >= 0, other=0
             )
             absent = tl.load(missing + lane * k + entry, mask=record >= 0, other=0) != 0
-            absent &= token <= last
             host_lane = host_row * heads + lane % heads
             slot_at = base
             base = tl.where(absent, pool + (record * host_lanes + host_lane) * RECORD_WIDTH, base)
@@ -123,7 +126,7 @@ def _gqa_split_kernel(
         value_mask = (value_column < VALUE_WIDTH)[None, :]
         key = tl.load(base[:, None] + key_at, mask=read[:, None] & key_mask, other=0.0)
         value = tl.load(base[:, None] + value_at, mask=read[:, None] & value_mask, other=0.0)
-        if pool is not None:  # padding travels with its record, and is not read
+        if pool is not None:  # the whole record, for queries that may read more of it
             tl.store(slot_at[:, None] + key_at, key, mask=absent[:, None] & key_mask)
             tl.store(slot_at[:, None] + value_at, value, mask=absent[:, None] & value_mask)
             value = tl.where(readable[:, None], value, 0.0)
@@ -207,7 +210,10 @@ def gqa_decode(
     slot_count = buffer.shape[1]
     value_width = buffer.shape[2] // tokens_per_record - key_width
     _check(query, buffer, selection, slots, tokens_per_record, key_width)
-    check_position(position)
+    sharing = lanes_each(lanes, buffer.shape[0], "buffer", "buffers")
+    if position.dtype is not torch.int64 or position.ndim != 1 or not position.is_contiguous():
+        raise ValueError(f"position must be int64 [n], got {position.dtype} {list(position.shape)}")
+    stretch = lanes_each(lanes, position.shape[0], "position", "elements")
     heads = 1
     if allowed is not None:
         if allowed.dtype is not torch.bool or allowed.stride(1) != 1:
@@ -252,6 +258,8 @@ def gqa_decode(
             0 if source is None else source.host_rows.stride(0),
             0 if source is None else source.pool.shape[1],
             heads,
+            sharing,
+            stretch,
             k,
             slot_count,
             split_blocks * token_block,
@@ -296,9 +304,9 @@ def _check(
             f"got {list(query.shape)} with strides {query.stride()}"
         )
     record_width = buffer.shape[2]
-    if buffer.shape[0] != lanes or record_width % tokens_per_record or not buffer.is_contiguous():
+    if record_width % tokens_per_record or not buffer.is_contiguous():
         raise ValueError(
-            f"buffer must be a contiguous [{lanes}, B, {tokens_per_record} x (key width + value width)], "
+            f"buffer must be a contiguous [buffers, B, {tokens_per_record} x (key width + value width)], "
             f"got {list(buffer.shape)}"
         )
     if record_width // tokens_per_record <= key_width:

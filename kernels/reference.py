@@ -51,14 +51,15 @@ def append(
 
     Parameters
     ----------
-    keys : ``[lanes, key_width]``
-    values : ``[lanes, value_width]``, ``value_width`` may be 0
+    keys : ``[lanes * parts, key_width]``
+        Usually one per lane; a record may consist of several parts, one KV head each, every one laid out as a record is.
+    values : ``[lanes * parts, value_width]``, ``value_width`` may be 0
     position : int64 ``[1]``
         Where the token goes; its record is ``position // tokens_per_record``.
     pool, host_rows, buffer, page_table, slot_records, order
         See the module; all are updated in place.
     """
-    lanes, key_width = keys.shape
+    lanes, key_width = order.shape[0], keys.shape[1]
     value_width = values.shape[1]
     batch = host_rows.shape[0]
     record, offset = divmod(int(position), tokens_per_record)
@@ -76,13 +77,16 @@ def append(
 
     key_at = offset * key_width
     value_at = tokens_per_record * key_width + offset * value_width
-    host = pool[record]
-    host[:lanes, key_at : key_at + key_width] = keys.to(host.device)
-    host[:lanes, value_at : value_at + value_width] = values.to(host.device)
+    parts = keys.shape[0] // lanes
+    host = pool[record, :lanes].unflatten(1, (parts, -1))
     slot = page_table[:, record].long()
     here = slot >= 0
-    buffer[lane[here], slot[here], key_at : key_at + key_width] = keys[here]
-    buffer[lane[here], slot[here], value_at : value_at + value_width] = values[here]
+    slots = buffer.unflatten(2, (parts, -1))
+    for rows, at in ((keys, key_at), (values, value_at)):
+        rows = rows.unflatten(0, (lanes, parts))
+        columns = slice(at, at + rows.shape[2])
+        host[:, :, columns] = rows.to(host.device)
+        slots[lane[here], slot[here], :, columns] = rows[here]
 
 
 def write_row(
@@ -267,19 +271,22 @@ def gqa_decode(
     ----------
     query : ``[lanes, group, key_width]``
         The query heads that share the lane's KV head.
-    buffer : ``[lanes, B, E]``
+    buffer : ``[buffers, B, E]``
+        Lane ``l`` reads buffer ``l // (lanes // buffers)``: usually its own. The queries of one prompt may share their
+        records, with record numbers as slots; so may KV heads whose records lie together.
     selection : int ``[lanes, k]``
         Selected records without duplicates, -1 for none.
     slots : int32 ``[lanes, k]``
         Where `resolve` put them.
-    position : int64 ``[1]``
+    position : int64 ``[n]``
+        Of lane ``l``: element ``l // (lanes // n)``.
     allowed : bool ``[batch, tokens]`` or None
         False for padding keys, by cache position; None when there is no padding. ``tokens > position``.
     scaling : float
         Usually ``key_width ** -0.5``.
     source : HostSource, optional
         Where the records are that `resolve` found missing, if no `fetch` has brought them: they are read from the host,
-        and stored to their slots on the way, up to `position`. What is missing changes no bit of the result.
+        and stored to their slots on the way. What is missing changes no bit of the result.
 
     Returns
     -------
@@ -289,14 +296,15 @@ def gqa_decode(
         fetch(*source, buffer)
     lanes, k = selection.shape
     value_width = buffer.shape[2] // tokens_per_record - key_width
-    lane = torch.arange(lanes, device=buffer.device)[:, None]
-    data = buffer[lane, slots.clamp(min=0).long()].float()  # [lanes, k, E]
+    owner = torch.arange(lanes, device=buffer.device)[:, None] // (lanes // buffer.shape[0])
+    data = buffer[owner, slots.clamp(min=0).long()].float()  # [lanes, k, E]
     keys, values = data.split([tokens_per_record * key_width, tokens_per_record * value_width], dim=2)
     keys = keys.reshape(lanes, k * tokens_per_record, key_width)
     values = values.reshape(lanes, k * tokens_per_record, value_width)
 
     token = selection[:, :, None] * tokens_per_record + torch.arange(tokens_per_record, device=buffer.device)
-    readable = (selection[:, :, None] >= 0) & (token <= position)
+    last = position.repeat_interleave(lanes // position.shape[0])[:, None, None]
+    readable = (selection[:, :, None] >= 0) & (token <= last)
     token, readable = token.flatten(1), readable.flatten(1)  # [lanes, k * tokens]
     if allowed is not None:
         per_lane = allowed.repeat_interleave(lanes // allowed.shape[0], dim=0)
@@ -479,3 +487,32 @@ def lightning_indexer(
     if allowed is not None:
         visible = visible & allowed[:, None, :]
     return scores.masked_fill(~visible, float("-inf"))
+
+
+def block_scores(
+    query: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """The highest product of each query with the keys of each block.
+
+    The lightning indexer of MiniMax sparse attention (MiniMax-M3). The operations and their order are those of
+    transformers' indexer, so that the same bits come out and the same blocks are selected.
+
+    Parameters
+    ----------
+    query : ``[batch, heads, S, D]``
+    keys : ``[batch, T, D]``
+        All heads share them.
+    hidden : bool ``[batch, S, T]``
+        True for keys that the query may not see.
+    block_size : int
+
+    Returns
+    -------
+    fp32 ``[batch, heads, S, ceil(T / block_size)]``; -inf for a block of which the query sees nothing.
+    """
+    scores = torch.matmul(query.float(), keys.float()[:, None].transpose(-1, -2))
+    scores = scores.masked_fill(hidden[:, None], float("-inf"))
+    missing = -keys.shape[1] % block_size
+    if missing:
+        scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
+    return scores.unflatten(-1, (-1, block_size)).amax(dim=-1)

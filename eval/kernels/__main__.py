@@ -5,6 +5,7 @@
 resolve + fetch: k records of a lane per call, a fresh selection each call, beside the copy engine moving the same bytes.
 mla layer, gqa layer: from selection to output (us), beside a fetch first and the attention then, resolve and fetch alone, and
 resolve and attention alone, without what is missing. gqa_decode reads missing records from the host itself.
+block_scores, gqa_decode: MiniMax-M3's choice of blocks out of 131,072 tokens, and attention over 16 of them.
 mla_decode: absorbed attention over k selected rows, beside a gather and torch's SDPA, and the time to read the rows once.
 Times are the median over replays of a graph of many calls, divided by the calls.
 """
@@ -26,6 +27,7 @@ from hf_hisparse.host_memory import PinnedArea
 from hf_hisparse.host_pool import HostPool
 from hf_hisparse.hot_buffer import HotBuffer
 from hf_hisparse.records import RecordLayout
+from hisparse_kernels.block_scores import block_scores
 from hisparse_kernels.gqa_decode import gqa_decode
 from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.mla_decode import mla_decode
@@ -246,6 +248,47 @@ def absorbed_attention(batch: int, heads: int = 128, k: int = 2048, slots: int =
     }
 
 
+def block_attention(batch: int, history: int = 131072) -> list[dict[str, Any]]:
+    """Time one layer's decode step at MiniMax-M3's sizes: the scores of all blocks, and attention over 16 of them."""
+    heads, group, width, block, k, slots = 4, 16, 128, 128, 16, 32
+    lanes, device = batch * heads, torch.device("cuda")
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    query = randn(batch, heads, 1, width)
+    keys = [randn(batch, history, width) for _ in range(4)]  # more than the L2 cache holds
+    hidden = torch.zeros((batch, 1, history), dtype=torch.bool, device=device)
+    buffer, grouped = randn(lanes, slots, 2 * block * width), randn(lanes, group, width)
+    chosen = torch.rand(lanes, slots, device=device).argsort(dim=1)[:, :k].int()
+    position = torch.full((1,), history - 1, dtype=torch.int64, device=device)
+    calls = {
+        "block_scores": (
+            lambda at: block_scores(query, keys[at % 4], hidden, block),
+            keys[0].nbytes + hidden.nbytes,
+        ),
+        "gqa_decode": (
+            lambda at: gqa_decode(grouped, buffer, chosen, chosen, position, None, block, width, width**-0.5),
+            chosen.numel() * 2 * block * width * 2,
+        ),
+    }
+    rows = []
+    for what, (call, moved) in calls.items():
+        time, spread = microseconds([lambda at=at, call=call: call(at) for at in range(12)])
+        rows.append(
+            {
+                "what": what,
+                "lanes": lanes,
+                "k": history // block if what == "block_scores" else k,
+                "record_bytes": 2 * block * width * 2,
+                "us": round(time, 2),
+                "us_spread": round(spread, 2),
+                "GB_per_s": round(moved / time / 1000, 1),
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """Measure all, print a line each, write the CSV."""
     parser = argparse.ArgumentParser(
@@ -285,6 +328,10 @@ def main() -> None:
         rows.append(case())
         tqdm.write(str(rows[-1]))
         torch.cuda.empty_cache()
+    for batch in (1, 8):
+        for row in block_attention(batch):
+            rows.append(row)
+            tqdm.write(str(row))
     write_csv(args.output, rows)
     print(f"written: {args.output}")
 

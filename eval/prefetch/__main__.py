@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from tqdm import tqdm
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 
+from eval.decode_steps import gpu_step_time
 from eval.environment import write_csv
 from eval.shapes import TOY_DSA
 from eval.traces import PAPER_CURVE, synthetic_trace
@@ -132,7 +132,7 @@ class Way:
         tokens = torch.randint(0, 1000, (self.cache._states[0][0], 1), device=model.device)
         before = self.cache.stats()
         with nullcontext() if self.reading else without_io():
-            times = [step_time(model, self.cache, tokens) for _ in range(steps)]
+            times = [gpu_step_time(model, self.cache, tokens) for _ in range(steps)]
         after = self.cache.stats()
         if timed:
             self.times += times
@@ -151,23 +151,6 @@ class Way:
             "graphs": repr(self.graphs),
             "buffer_bytes": self.cache.memory().buffer_bytes,
         }
-
-
-@torch.no_grad()
-def step_time(model: PreTrainedModel, cache: HiSparseCache, tokens: torch.Tensor) -> float:
-    """Milliseconds of one decode step: on the GPU, which is kept busy until the CPU has launched all of it."""
-    inputs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    if model.device.type == "cpu":
-        began = time.perf_counter()
-        model(**inputs)
-        return 1000 * (time.perf_counter() - began)
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(20_000_000)
-    start.record()
-    model(**inputs)
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
 
 
 def compare(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from ..active import current_call, forget_calls, track_calls
 from ..hosted_layer import LAYER_ATTRIBUTE
 from .indexer import sliced_forward
 from .mla import LatentLayer
-
-_OLD_FORWARD = "_old_forward"  # where accelerate's hooks keep the forward that they wrap
+from .overrides import override, restore
 
 
 def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,18 +28,18 @@ def enable_dsa(model: PreTrainedModel) -> None:
     """Let the parts of `model` that need it know the cache of a call; nothing for another kind of model."""
     for decoder, attention in _attentions(model):
         track_calls(decoder)
-        _override(attention, "expand_kv", expand_kv)
+        override(attention, "expand_kv", expand_kv)
         if attention.indexer is not None:
-            _override(attention.indexer, "forward", sliced_forward)
+            override(attention.indexer, "forward", sliced_forward)
 
 
 def disable_dsa(model: PreTrainedModel) -> None:
     """Undo `enable_dsa`."""
     for decoder, attention in _attentions(model):
         forget_calls(decoder)
-        _restore(attention, "expand_kv", expand_kv)
+        restore(attention, "expand_kv", expand_kv)
         if attention.indexer is not None:
-            _restore(attention.indexer, "forward", sliced_forward)
+            restore(attention.indexer, "forward", sliced_forward)
 
 
 def _attentions(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, Any]]:
@@ -57,18 +55,3 @@ def _attentions(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, Any]]
             for module in decoder.modules():
                 if id(module) not in below and hasattr(module, "expand_kv") and hasattr(module, "indexer"):
                     yield decoder, module
-
-
-def _override(module: torch.nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Let this one module call `function`. Bound like this, it survives copying the model."""
-    # Under accelerate's hooks, not around them: they bring a module's weights and inputs to its device.
-    place = _OLD_FORWARD if name == "forward" and hasattr(module, _OLD_FORWARD) else name
-    setattr(module, place, types.MethodType(function, module))
-
-
-def _restore(module: torch.nn.Module, name: str, function: Callable[..., Any]) -> None:
-    places = vars(module)
-    if getattr(places.get(name), "__func__", None) is function:
-        delattr(module, name)
-    if name == "forward" and getattr(places.get(_OLD_FORWARD), "__func__", None) is function:
-        setattr(module, _OLD_FORWARD, types.MethodType(type(module).forward, module))

@@ -14,6 +14,7 @@ from ..selector import Selector
 from .gqa import GqaLayer
 from .kv_shape import KvShape, gqa_shape
 from .mla import MLA_MODES, LatentFamily
+from .msa import LAYOUTS, BlockFamily
 
 
 class Family(Protocol):
@@ -104,9 +105,14 @@ def checked_buffer(tokens: int | None, family: Family) -> int:
 
 
 def family_of(
-    config: PreTrainedConfig, selector: Selector | None, mla_mode: str, prefill_memory: int, prefetch: bool
+    config: PreTrainedConfig,
+    selector: Selector | None,
+    mla_mode: str,
+    layout: str,
+    prefill_memory: int,
+    prefetch: bool,
 ) -> Family:
-    """The family of the model of this configuration; the last three are settings of `LatentSettings`.
+    """The family of the model of this configuration; the last four are settings of `LatentSettings` and `BlockSettings`.
 
     Raises
     ------
@@ -120,6 +126,8 @@ def family_of(
     decoder = config.get_text_config(decoder=True)
     if mla_mode not in MLA_MODES:
         raise ValueError(f"mla_mode={mla_mode!r}, must be one of {MLA_MODES}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}, must be one of {LAYOUTS}")
     if any(getattr(decoder, "kv_sharing_modes", None) or ()) or getattr(
         decoder, "num_kv_shared_layers", None
     ):
@@ -127,33 +135,62 @@ def family_of(
             f"HiSparseCache: layers of {decoder.model_type!r} share keys and values, which is not supported: use DynamicCache"
         )
     layers = list(DynamicCache(config=config).layers)
-    if any(hasattr(layer, "update_indexer") or hasattr(layer, "update_index") for layer in layers):
-        indexed = _indexed_layers(decoder, layers, selector)
-        return LatentFamily(
-            decoder, layers, indexed, mla_mode=mla_mode, prefill_memory=prefill_memory, prefetch=prefetch
-        )
-    if mla_mode != "absorb":
+    blocks = [i for i, layer in enumerate(layers) if hasattr(layer, "update_index")]
+    latent = any(hasattr(layer, "update_indexer") for layer in layers)
+    if mla_mode != "absorb" and not latent:
         raise ValueError(
             f"mla_mode={mla_mode!r} is for models with latent attention, {decoder.model_type!r} has none"
         )
+    if layout != "per_group" and not blocks:
+        raise ValueError(
+            f"layout={layout!r} is for models that select blocks per KV head (MiniMax-M3), {decoder.model_type!r} does not"
+        )
+    if latent:
+        indexed = _latent_layers(decoder, layers, selector)
+        return LatentFamily(
+            decoder, layers, indexed, mla_mode=mla_mode, prefill_memory=prefill_memory, prefetch=prefetch
+        )
+    if blocks:
+        _check_blocks(decoder, selector)
+        return BlockFamily(decoder, layers, blocks, layout, prefill_memory)
     return _selector_family(decoder, layers, selector)
 
 
-def _indexed_layers(decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None) -> list[int]:
+def _latent_layers(decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None) -> list[int]:
     indexed = [i for i, layer in enumerate(layers) if hasattr(layer, "update_indexer")]
     # glm5_next selects pools of tokens (index_kpool) and never hands a selection to the attention function.
     needed = ("index_topk", "kv_lora_rank", "qk_rope_head_dim")
     if not indexed or hasattr(decoder, "index_kpool") or any(not hasattr(decoder, name) for name in needed):
+        raise _unknown_selection(decoder)
+    _check_no_selector(decoder, selector, f"index_topk={decoder.index_topk}")
+    return indexed
+
+
+def _check_blocks(decoder: PreTrainedConfig, selector: Selector | None) -> None:
+    needed = ("index_block_size", "index_topk_blocks", "index_n_heads", "num_key_value_heads")
+    if any(not hasattr(decoder, name) for name in needed):
+        raise _unknown_selection(decoder)
+    _check_no_selector(decoder, selector, f"index_topk_blocks={decoder.index_topk_blocks}")
+    if decoder.num_key_value_heads % decoder.index_n_heads:
         raise ValueError(
-            f"HiSparseCache: {decoder.model_type!r} selects by itself in a way that this version does not support: use "
-            "DynamicCache"
+            f"HiSparseCache: {decoder.model_type!r} with index_n_heads={decoder.index_n_heads} selections for "
+            f"num_key_value_heads={decoder.num_key_value_heads} KV heads; supported is a divisor: use DynamicCache"
         )
+
+
+def _unknown_selection(decoder: PreTrainedConfig) -> ValueError:
+    return ValueError(
+        f"HiSparseCache: {decoder.model_type!r} selects by itself in a way that this version does not support: use "
+        "DynamicCache"
+    )
+
+
+def _check_no_selector(decoder: PreTrainedConfig, selector: Selector | None, own: str) -> None:
     if selector is not None:
         raise ValueError(
-            f"HiSparseCache: selector={selector!r}, but {decoder.model_type!r} brings its own selection "
-            f"(index_topk={decoder.index_topk}): leave the selector out"
+            f"HiSparseCache: selector={selector!r}, but {decoder.model_type!r} brings its own selection ({own}): leave the "
+            "selector out"
         )
-    return indexed
 
 
 def _selector_family(

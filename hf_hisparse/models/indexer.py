@@ -21,9 +21,15 @@ from ..records import moved
 
 
 class IndexerKeys:
-    """The indexer keys of one layer, in a buffer that grows in steps: the selector state of a DSA layer.
+    """The indexer keys of one layer, in a buffer that grows in steps: the selector state where the model selects.
 
     A layer that takes its selection from another one has none.
+
+    Parameters
+    ----------
+    tokens_per_record : int
+    lanes_per_row : int
+        Lanes of one batch row; they share its keys.
 
     Attributes
     ----------
@@ -31,9 +37,11 @@ class IndexerKeys:
         By cache position.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_per_record: int = 1, lanes_per_row: int = 1) -> None:
         self.keys: torch.Tensor | None = None
         self._capacity = 0
+        self._tokens_per_record = tokens_per_record
+        self._lanes_per_row = lanes_per_row
 
     @property
     def nbytes(self) -> int:
@@ -41,10 +49,11 @@ class IndexerKeys:
         return 0 if self.keys is None else self.keys.nbytes
 
     def grow(self, records: int) -> None:
-        """Make room for `records` tokens."""
-        missing = records - self._capacity
+        """Make room for `records` records."""
+        capacity = records * self._tokens_per_record
+        missing = capacity - self._capacity
         if missing > 0:
-            self._capacity = records
+            self._capacity = capacity
             if self.keys is not None:
                 self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, missing))
 
@@ -64,21 +73,25 @@ class IndexerKeys:
     def crop(self, tokens: int) -> None:
         """Nothing to forget: a position is written again before it is read."""
 
+    def extend(self, keys: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
+        """Nothing to take over from the main keys of a record that was cut: the tokens left keep their indexer keys."""
+
     def rearrange(self, lanes: torch.Tensor) -> None:
         """Let lane `i` hold what lane ``lanes[i]`` held."""
         if self.keys is not None:
-            self.keys = moved(self.keys, lanes)
+            rows = lanes[:: self._lanes_per_row] // self._lanes_per_row
+            self.keys = moved(self.keys, rows)
 
     def clone(self) -> IndexerKeys:
         """An independent copy."""
-        other = IndexerKeys()
+        other = IndexerKeys(self._tokens_per_record, self._lanes_per_row)
         other.keys = None if self.keys is None else self.keys.clone()
         other._capacity = self._capacity
         return other
 
     def saved(self, records: int) -> dict[str, torch.Tensor]:
-        """The keys of the first `records` tokens."""
-        return {} if self.keys is None else {"keys": self.keys[:, :records]}
+        """The keys of the first `records` records."""
+        return {} if self.keys is None else {"keys": self.keys[:, : records * self._tokens_per_record]}
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take what `saved` gave."""
@@ -116,7 +129,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         last = min(first + _slice_rows(self, layer, batch, lazily and mask.is_cuda), rows)
         start, stop = total - rows + first, total - rows + last
         cache = _SlicedCache(layer, start, lazily)
-        part = {name: _slice(value, first, last, rows, cache) for name, value in given.items()}
+        part = {name: slice_rows(value, first, last, rows, cache) for name, value in given.items()}
         if padding is not None:
             part["attention_mask"] = causal_rows(padding[:, :stop], start)
         else:
@@ -141,12 +154,12 @@ def _slice_rows(indexer: Any, layer: Any, batch: int, fused: bool) -> int:
     return max(1, layer.settings.prefill_memory // (batch * (scores + 16 * heads * width)))
 
 
-def _slice(value: Any, first: int, last: int, rows: int, cache: _SlicedCache) -> Any:
+def slice_rows(value: Any, first: int, last: int, rows: int, cache: object) -> Any:
     """An argument for the rows ``first .. last - 1`` alone: what has `rows` of them in its second dimension is cut."""
     if isinstance(value, tuple):
-        return tuple(_slice(each, first, last, rows, cache) for each in value)
+        return tuple(slice_rows(each, first, last, rows, cache) for each in value)
     if isinstance(value, dict):
-        return {name: _slice(each, first, last, rows, cache) for name, each in value.items()}
+        return {name: slice_rows(each, first, last, rows, cache) for name, each in value.items()}
     if isinstance(value, Cache):
         return cache
     if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == rows:

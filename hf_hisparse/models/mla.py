@@ -53,7 +53,7 @@ class LatentSettings(LayerSettings):
 class LatentLayer(HostedLayer):
     """A hosted layer of latent rows; the model selects the records. Lane = batch row."""
 
-    model_selects = True
+    model_selects = insists_on_mask = True
 
     settings: LatentSettings
     state: IndexerKeys

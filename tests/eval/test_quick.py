@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity", "pinning"])
+@pytest.mark.parametrize(
+    "name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa", "pinning"]
+)
 def test_quick(name, tmp_path):
     output = tmp_path / "rows.csv"
     command = [sys.executable, "-m", f"eval.{name}", "--quick", "--output", str(output)]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
 from hf_hisparse.graphs import ReplayingForward, as_captured
-from tests import dsa_models, models
+from tests import dsa_models, models, msa_models
 from tests.models import prompt
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -23,11 +23,13 @@ MODELS = {
     "qwen3": lambda: models.build("qwen3"),
     "v32": lambda: dsa_models.build("v32_dense"),
     "glm_FSSF": lambda: dsa_models.build("glm_FSSF_dense"),
+    "m3": lambda: msa_models.build("no_experts"),
 }
 
 
 def new_cache(model: PreTrainedModel, graphs: bool = True) -> HiSparseCache:
-    selector = None if hasattr(model.config, "index_topk") else Quest(32, 4, dense_layers=1)
+    brings_its_own = hasattr(model.config, "index_topk") or hasattr(model.config, "index_topk_blocks")
+    selector = None if brings_its_own else Quest(32, 4, dense_layers=1)
     return HiSparseCache(model, selector, device_buffer_tokens=40, graphs=graphs)
 
 
@@ -40,6 +42,8 @@ def any_model(request: pytest.FixtureRequest, device: str) -> PreTrainedModel:
 @pytest.mark.parametrize("base", ["sdpa", "eager"])
 @torch.no_grad()
 def test_a_step_fit_for_capture_answers_as_an_eager_one(any_model, base, padded):
+    if padded and hasattr(any_model.config, "index_topk_blocks"):
+        pytest.skip("MiniMax-M3 refuses padding on the left; on the right: tests/hf_hisparse/test_msa.py")
     any_model.set_attn_implementation(base)
     device = str(any_model.device)
     ids = prompt(2, LENGTH + 20, device=device)
@@ -142,6 +146,8 @@ SEQUENCES: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("name", MODELS)
 def test_replayed_steps_answer_as_eager_ones(name, sequence, base):
+    if sequence == "padded" and name == "m3":
+        pytest.skip("MiniMax-M3 refuses padding on the left")
     model = MODELS[name]().to("cuda")
     model.set_attn_implementation(base)
     ids = prompt(2, LENGTH, device="cuda")

@@ -15,6 +15,7 @@ from hf_hisparse.records import RecordLayout
 from hf_hisparse.sizes import Sizes, whole_records
 from tests.dsa_models import dsa_twins
 from tests.models import prompt
+from tests.msa_models import MSA_MODELS, msa_twins
 from tests.oracle import quest_oracle
 
 SELECTOR = Quest(32, 4)
@@ -32,10 +33,11 @@ def _models(twins, device):
         "qwen3": (*twins("qwen3", device), SELECTOR),
         "qwen3_sliding": (*twins("qwen3_sliding", device), SELECTOR),
         "glm_FSSF": (*dsa_twins("glm_FSSF", device), None),
+        "m3": (*msa_twins(next(iter(MSA_MODELS)), device), None),
     }
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_sliding", "glm_FSSF"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_sliding", "glm_FSSF", "m3"])
 @pytest.mark.parametrize("share", [1.0, 1.1, 1.6, 4.0])
 def test_never_more_than_that(twins, device, name, share):
     """Prompts, turns, decode steps, more rows and fewer, another request: whatever fits stays within the limit."""

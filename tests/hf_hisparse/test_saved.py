@@ -14,6 +14,7 @@ import torch
 from hf_hisparse import HiSparseCache, Quest
 from tests.dsa_models import DSA_MODELS, dsa_twins
 from tests.models import SUPPORTED, build, perturbed, prompt
+from tests.msa_models import MSA_MODELS, msa_twins
 
 SELECTOR = Quest(32, 4)
 
@@ -67,7 +68,7 @@ def test_round_trip(twins, device, name, tmp_path):
     cache = _prefilled(model, selector)
     cache.save(tmp_path / "prefix")
     loaded = HiSparseCache.load(tmp_path / "prefix", model, verify=True)
-    assert loaded.states == cache.states
+    assert loaded._states == cache._states
     _assert_same(model, cache, loaded)
     assert not list(tmp_path.glob(".*"))
 
@@ -87,6 +88,16 @@ def test_generate_goes_on(model, tmp_path):
     wider = HiSparseCache.load(tmp_path / "prefix", fresh, Quest(64, 4), device_memory="4MiB")
     fresh.generate(longer, past_key_values=wider, max_new_tokens=30)
     assert wider.stats().selected > loaded.stats().selected
+
+
+@pytest.mark.parametrize("layout", ["per_group", "union"])
+@pytest.mark.parametrize("name", MSA_MODELS)
+def test_round_trip_of_blocks(device, name, layout, tmp_path):
+    model = msa_twins(name, device).enabled
+    cache = _prefilled(model, None, padded=False, layout=layout)
+    cache.save(tmp_path / "prefix")
+    loaded = HiSparseCache.load(tmp_path / "prefix", model, layout=layout, verify=True)
+    _assert_same(model, cache, loaded, padded=False)
 
 
 @pytest.mark.parametrize("rows", [[1, 0, 1], [1, 1], [0], [2, 0, 1]])

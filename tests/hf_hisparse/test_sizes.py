@@ -9,6 +9,7 @@ from hf_hisparse import HiSparseCache, Quest
 from hf_hisparse.sizes import Sizes, largest, whole_records, with_room
 from tests.dsa_models import DSA_MODELS, dsa_twins
 from tests.models import SUPPORTED, prompt
+from tests.msa_models import MSA_MODELS, msa_twins
 
 
 def _foreseen(cache: HiSparseCache, model, batch: int, tokens: int):
@@ -18,11 +19,15 @@ def _foreseen(cache: HiSparseCache, model, batch: int, tokens: int):
     return sizes.memory(batch, tokens, capacity, settings.device_buffer_records)
 
 
-def _prefilled(model, selector, batch: int, tokens: int, **settings) -> HiSparseCache:
+def _prefilled(
+    model, selector, batch: int, tokens: int, model_pads: bool = True, **settings
+) -> HiSparseCache:
     cache = HiSparseCache(model, selector, **settings)
     ids = prompt(batch, tokens, device=str(model.device))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0  # so that padding is noted
+    if not model_pads:
+        mask = None
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
     return cache
@@ -43,7 +48,20 @@ def test_dsa(device, name, batch, tokens):
     mode = "expand" if name == "hy_v4" else "absorb"  # has sinks
     cache = _prefilled(model, None, batch, tokens, mla_mode=mode)
     held, foreseen = cache.memory(), _foreseen(cache, model, batch, tokens)
-    # These layers keep a mask only for captured steps: a byte per token and row.
+    _assert_equal_but_for_masks(foreseen, held, cache, batch)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 50), (2, 400)])
+@pytest.mark.parametrize("layout", ["per_group", "union"])
+@pytest.mark.parametrize("name", MSA_MODELS)
+def test_msa(device, name, layout, batch, tokens):
+    model = msa_twins(name, device).enabled
+    cache = _prefilled(model, None, batch, tokens, model_pads=False, layout=layout)
+    _assert_equal_but_for_masks(_foreseen(cache, model, batch, tokens), cache.memory(), cache, batch)
+
+
+def _assert_equal_but_for_masks(foreseen, held, cache: HiSparseCache, batch: int) -> None:
+    """Where the model selects, a mask is kept only for captured steps: a byte per token and row."""
     masks = batch * cache.capacity if cache.padding.allowed is None else 0
     assert vars(foreseen) == vars(held) | {"table_bytes": held.table_bytes + masks}
 

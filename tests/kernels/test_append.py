@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -206,3 +208,37 @@ def test_wrong_arguments_are_named(name, value):
     arguments[name] = value
     with pytest.raises(ValueError, match=name):
         append(**arguments)
+
+
+@pytest.mark.parametrize("function", [append, reference.append], ids=["kernel", "reference"])
+@pytest.mark.parametrize("position", [40, 43])
+def test_a_record_of_several_parts(device, function, position):
+    """What appending each part to a layer of its own gives, side by side."""
+    batch, parts, tokens, slots = 3, 2, 4, 7
+    generator = torch.Generator().manual_seed(0)
+    width = tokens * (8 + 12)
+    whole = Layer.new(batch=batch, slots=slots, capacity=20, record_width=parts * width, spare_host_rows=1)
+    whole = whole.fill(0.6)
+    whole.page_table[:, 10], whole.slot_records[whole.slot_records == 10] = -1, -1
+    if position % tokens:  # begun before, but not in every lane
+        whole.page_table[:2, 10] = whole.order[:2, 0]
+        whole.slot_records[[0, 1], whole.order[:2, 0].long()] = 10
+    keys, values = (random_bits((batch * parts, w), torch.float16, generator) for w in (8, 12))
+    single = []
+    for part in range(parts):
+        columns = slice(part * width, (part + 1) * width)
+        one = replace(
+            whole.to("cpu"),
+            pool=whole.pool[:, :, columns].contiguous(),
+            buffer=whole.buffer[:, :, columns].contiguous(),
+        )
+        contract(one, keys[part::parts], values[part::parts], position, tokens)
+        single.append(one)
+    want = replace(
+        single[0],
+        pool=torch.cat([one.pool for one in single], dim=2),
+        buffer=torch.cat([one.buffer for one in single], dim=2),
+    )
+    got = whole.to(device)
+    run(function, got, keys, values, position, tokens)
+    got.assert_same(want)

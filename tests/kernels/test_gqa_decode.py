@@ -197,6 +197,49 @@ def test_padding_travels_with_its_record(device):
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("padded", [False, True], ids=["all-allowed", "padded"])
+def test_lanes_that_share_a_buffer_and_lanes_with_positions_of_their_own(device, implementation, padded):
+    """As the queries of a prompt do, with record numbers as slots."""
+    queries, generator = 3, torch.Generator().manual_seed(0)
+    case = make(batch=2, heads=2, group=3, k=4, tokens=4, padded=padded)
+    history = case.history.nan_to_num()
+    records = history.shape[1]
+    positions = torch.tensor([2, 17, records * 4 - 1]).repeat(4)
+    selection = torch.rand(12, records, generator=generator).argsort(dim=1)[:, :4].int()
+    selection[5, 2:] = -1
+    query = torch.randn(12, 3, 16, generator=generator)
+    output = implementation(
+        query.to(device),
+        history.to(device),
+        selection.to(device),
+        selection.to(device),
+        positions.to(device),
+        None if case.allowed is None else case.allowed.to(device),
+        4,
+        16,
+        0.3,
+    )
+    for lane in range(12):
+        allowed = None if case.allowed is None else case.allowed[[lane // 6]]
+        own = lane // queries
+        alone = case._replace(query=query[[lane]], history=history[[own]], selection=selection[[lane]])
+        alone = alone._replace(position=int(positions[lane]), allowed=allowed)
+        assert_close(output[[lane]], alone.oracle(), torch.float32)
+
+
+@IMPLEMENTATIONS
+def test_heads_that_lie_together_in_a_slot(device, implementation):
+    """A record of all KV heads: slot times heads plus head names the part of one of them."""
+    case = make(batch=2, heads=3, k=4)
+    arguments = case.inputs(slots=9, device=device)
+    want = implementation(**arguments)
+    buffer = arguments["buffer"].view(2, 3, 9, -1).transpose(1, 2).reshape(2, 27, -1)
+    head = torch.arange(3, device=device, dtype=torch.int32).repeat(2)[:, None]
+    slots = arguments["slots"] * 3 + head
+    assert_same_bits("output", implementation(**arguments | {"buffer": buffer, "slots": slots}), want)
+
+
+@IMPLEMENTATIONS
 def test_zeros_where_nothing_may_be_read(device, implementation):
     case = make(batch=3, heads=1, padded=True)
     case.selection[0] = -1  # nothing selected

@@ -1,0 +1,248 @@
+"""MiniMax-M3's attention with a hot buffer per KV head, one for all KV heads, everything resident, and its own way.
+
+    python -m eval.msa            # on a GPU; writes eval/results/msa.csv
+    python -m eval.msa --quick    # toy sizes, on a CPU too, to see that it works
+    python -m eval.plots eval/results/msa.csv
+
+The model is transformers' MiniMax-M3 with its true attention sizes (64 heads, 4 KV heads of 128, blocks of 128 tokens, 16 of
+them read), all layers sparse, small dense MLPs and random weights. The history is random and put into the cache directly.
+What is selected comes from a synthetic trace with the miss curve of the HiSparse paper (see eval.traces), a query's own block
+besides; the model's own indexer runs too, and its answer is dropped. How much the KV heads of a batch row agree decides what
+the union costs, so that is a setting: `--overlaps` 0 lets each select for itself, 1 all the same. "dense" is the model's own
+attention over its own `DynamicCache`, every key under a mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, PreTrainedModel
+
+from eval.decode_steps import step_times
+from eval.environment import write_csv
+from eval.shapes import TOY_MSA
+from eval.traces import synthetic_trace
+from hf_hisparse import HiSparseCache, disable
+from hf_hisparse.models.msa import BlockLayer
+
+WARM_UP = 6  # steps before the timed ones: compile, capture, reach the trace's steady state
+
+
+def build(layers: int, toy: bool, device: str) -> PreTrainedModel:
+    """A MiniMax-M3 of `layers` sparse layers with true attention sizes, or a toy."""
+    config = MiniMaxM3VLTextConfig(
+        **(TOY_MSA if toy else {}),
+        num_hidden_layers=layers,
+        layer_types=["minimax_m3_sparse"] * layers,
+        mlp_layer_types=["dense"] * layers,
+        dense_intermediate_size=64 if toy else 2048,
+        vocab_size=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return MiniMaxM3VLForCausalLM._from_config(
+            config, dtype=torch.float32 if device == "cpu" else torch.bfloat16
+        ).eval()
+
+
+class TracePlayer:
+    """Stands in for an indexer: lets it work, and answers with a query's own block and the next step of a trace."""
+
+    def __init__(self, indexer: torch.nn.Module, trace: torch.Tensor) -> None:
+        self.forward = indexer.forward
+        self.block_size = indexer.block_size
+        self.trace = trace  # int64 [steps, batch, KV heads, k - 1]
+        self.step = torch.zeros(1, dtype=torch.int64, device=trace.device)  # steps are replayed from a graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.forward(*args, **kwargs)
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[-1]
+        selection = self.trace.index_select(0, self.step)[0]
+        self.step.add_(1).remainder_(len(self.trace))
+        own = (positions // self.block_size)[:, None].expand(*selection.shape[:2], 1)
+        return torch.cat([own, selection], dim=2)[:, :, None]
+
+
+def traces(
+    model: PreTrainedModel, batch: int, blocks: int, steps: int, overlap: float, seed: int
+) -> torch.Tensor:
+    """Selections of one layer out of the first `blocks` blocks, int64 ``[steps, batch, KV heads, k - 1]``.
+
+    The share `overlap` of a selection is the same for all KV heads; it comes from the first half of the history, the rest
+    from the second, so that no block is named twice.
+    """
+    heads, k = model.config.num_key_value_heads, model.config.index_topk_blocks - 1
+    together = round(overlap * k)
+    parts = []
+    if together:
+        half = blocks // 2 if together < k else blocks
+        trace = synthetic_trace(batch, together, half, steps, seed=2 * seed, device=str(model.device))
+        parts.append(trace[:, :, None].expand(-1, -1, heads, -1))
+    if together < k:
+        first = blocks // 2 if together else 0
+        lanes = batch * heads
+        trace = synthetic_trace(
+            lanes, k - together, blocks - first, steps, seed=2 * seed + 1, device=str(model.device)
+        )
+        parts.append(first + trace.unflatten(1, (batch, heads)))
+    return torch.cat(parts, dim=3).long()
+
+
+@torch.no_grad()
+def fill(cache: Cache, model: PreTrainedModel, batch: int, history: int) -> None:
+    """Put `history` random tokens per batch row into the cache, as a prefill would leave them."""
+    config, device, dtype = model.config, model.device, model.dtype
+    heads, k = config.num_key_value_heads, config.index_topk_blocks
+    for index, layer in enumerate(tqdm(cache.layers, desc="history", leave=False)):
+        shape = (batch, heads, history, config.head_dim)
+        keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        indexer_keys = torch.randn((batch, 1, history, config.index_head_dim), device=device, dtype=dtype)
+        layer.update(keys, values)
+        layer.update_index(indexer_keys)
+        if isinstance(layer, BlockLayer):
+            layer.store(keys, values)
+            newest = torch.arange(layer.layout.count(history), device=device)[-k:]
+            layer.warm(layer._records(newest.expand(batch, heads, -1)), keys, values)
+            layer.finish()
+            cache._states[index] = (batch, heads, config.head_dim, config.head_dim, dtype, device)
+
+
+def measure(
+    model: PreTrainedModel, cache: Cache, batch: int, history: int, steps: int, label: str
+) -> dict[str, Any]:
+    """Fill the cache, run decode steps, and say what they took, moved and held."""
+    cuda = model.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else 0
+    fill(cache, model, batch, history)
+    held = torch.cuda.memory_allocated() - before if cuda else None
+    step_times(model, cache, batch, WARM_UP, f"{label}, warm-up")
+    hosted = isinstance(cache, HiSparseCache)
+    begun = cache.stats() if hosted else None
+    times = step_times(model, cache, batch, steps, label)
+    result: dict[str, Any] = {
+        "ms_per_step": round(statistics.median(times), 3),
+        "ms_min": round(min(times), 3),
+        "ms_max": round(max(times), 3),
+        "cache_bytes_allocator": held,
+    }
+    if hosted:
+        stats, memory = cache.stats(), cache.memory()
+        read, missed = stats.selected - begun.selected, stats.misses - begun.misses
+        result |= {
+            "records_read_per_step": read // steps,
+            "hit_rate": round(1 - missed / read, 4),
+            "MB_moved_per_step": round((stats.bytes_fetched - begun.bytes_fetched) / steps / 1e6, 2),
+            "buffer_bytes": memory.buffer_bytes,
+            "selector_bytes": memory.selector_bytes,
+            "table_bytes": memory.table_bytes,
+            "allocator_over_memory": round(held / memory.device_bytes, 4) if cuda else None,
+            "host_bytes": memory.host_bytes,
+            "graphs": repr(cache.graphs),
+        }
+    return result
+
+
+def formula_bytes(model: PreTrainedModel, batch: int, buffer: int) -> int:
+    """Hot buffers by the formula: batch x KV heads x hosted layers x tokens x (key + value width) x bytes per element.
+
+    It is the same for both layouts: a record of the union is as many times larger as it has fewer lanes.
+    """
+    config = model.config
+    token = 2 * config.head_dim * model.dtype.itemsize
+    return batch * config.num_key_value_heads * config.num_hidden_layers * buffer * token
+
+
+def ways(
+    model: PreTrainedModel, buffers: list[int], batch: int, history: int, steps: int
+) -> Iterator[tuple[str, int | None, Cache]]:
+    """Each way of keeping the history with its buffer, in tokens per KV head, and an empty cache for it."""
+    block, read = (
+        model.config.index_block_size,
+        model.config.index_block_size * model.config.index_topk_blocks,
+    )
+    whole = -(-(history + WARM_UP + steps) // block) * block
+    for buffer in buffers:
+        if buffer >= read:
+            yield "per_group", buffer, HiSparseCache(model, device_buffer_tokens=buffer)
+        if buffer >= read * model.config.num_key_value_heads:
+            yield "union", buffer, HiSparseCache(model, device_buffer_tokens=buffer, layout="union")
+    yield "resident", whole, HiSparseCache(model, device_buffer_tokens=max(whole, read))
+    disable(model)
+    yield "dense", None, DynamicCache(config=model.config)
+
+
+def compare(model: PreTrainedModel, args: argparse.Namespace, **sizes: Any) -> Iterator[dict[str, Any]]:
+    """One row for each way, for one history, batch and overlap."""
+    batch, history = sizes["batch"], sizes["history"]
+    blocks = history // model.config.index_block_size
+    indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
+    selections = [
+        traces(model, batch, blocks, WARM_UP + args.steps, sizes["overlap"], seed)
+        for seed in range(len(indexers))
+    ]
+    for way, buffer, cache in ways(model, args.buffers, batch, history, args.steps):
+        row = sizes | {"way": way, "buffer_tokens": buffer}
+        if buffer is not None:
+            row["formula_bytes"] = formula_bytes(model, batch, buffer)
+        with ExitStack() as patches:
+            for indexer, trace in zip(indexers, selections, strict=True):
+                patches.enter_context(mock.patch.object(indexer, "forward", TracePlayer(indexer, trace)))
+            try:
+                row |= measure(model, cache, batch, history, args.steps, f"{way}, {history} x {batch}")
+            except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+                row["error"] = str(error).split("\n")[0]
+        del cache
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield row
+
+
+def main() -> None:
+    """Measure, print, write the CSV."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--histories", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--buffers", type=int, nargs="+", default=[4096, 8192, 16384], help="tokens per KV head"
+    )
+    parser.add_argument(
+        "--overlaps", type=float, nargs="+", default=[0.0, 0.5], help="between KV heads, 0 to 1"
+    )
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--output", type=Path, default=Path("eval/results/msa.csv"))
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.quick:
+        args.layers, args.histories, args.batches = 2, [600], [1, 2]
+        args.buffers, args.overlaps, args.steps = [64, 128], [0.5], 4
+    model = build(args.layers, args.quick, device)
+    rows: list[dict[str, Any]] = []
+    for history in args.histories:
+        for batch in args.batches:
+            for overlap in args.overlaps:
+                sizes = {"layers": args.layers, "history": history, "batch": batch, "overlap": overlap}
+                for row in compare(model, args, **sizes):
+                    rows.append(row)
+                    print(row, flush=True)
+                    write_csv(args.output, rows)
+    print(f"written: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`HiSparseCache` answers what a MiniMax-M3 model answers with its own `DynamicCache` and attention, in all of `generate`."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from transformers import DynamicCache
+
+from hf_hisparse import HiSparseCache
+from hf_hisparse.models.msa import LAYOUTS
+from tests.conftest import Twins
+from tests.generate.scenarios import SCENARIOS, Session
+from tests.msa_models import BLOCK, MSA_MODELS, TOP_K, msa_twins
+
+TOLERANCE = 1e-4  # on logits of standard deviation 1 to 2
+BUDGET = BLOCK * TOP_K
+ALL = 1024  # tokens: no history of a scenario is longer
+
+# Padding on the left is refused: transformers is wrong there (see `tests.hf_hisparse.test_msa`).
+EXCLUDED = {
+    "left_padded",
+    "beams_left_padded",
+    "chunked_prefill_left_padded",
+    "turns_left_padded",
+    "crop_batch",
+    "crop_after_reorder",
+    "copies_with_padding",
+    "short_left_padded",
+    "holes",  # keys of equal padding tokens in equal places tie (`test_padding_on_the_right` has others)
+}
+# Those that move, copy or forget what is held.
+MOVING = (
+    "beams",
+    "prompt_lookup",
+    "copy_while_decoding",
+    "crop",
+    "repeat_and_select",
+    "reorder",
+    "reset_and_reuse",
+)
+OTHERS = [scenario for scenario in SCENARIOS if scenario not in EXCLUDED]
+
+
+@functools.cache
+def judge(twins: Twins, scenario: str) -> Session:
+    """The scenario on the model that the library never touched."""
+    session = Session(twins.native, lambda: DynamicCache(config=twins.native.config))
+    SCENARIOS[scenario](session)
+    return session
+
+
+def assert_parity(twins: Twins, scenario: str, **settings: object) -> list[HiSparseCache]:
+    """Fails unless every text is the judge's, and every logit within `TOLERANCE`; the caches that were made."""
+    expected = judge(twins, scenario)
+    caches: list[HiSparseCache] = []
+
+    def new_cache() -> HiSparseCache:
+        caches.append(HiSparseCache(twins.enabled, **settings))
+        return caches[-1]
+
+    ours = Session(twins.enabled, new_cache)
+    SCENARIOS[scenario](ours)
+    for call, (text, wanted) in enumerate(zip(ours.texts, expected.texts, strict=True)):
+        assert text.tolist() == wanted.tolist(), f"text {call}"
+    for call, (logits, wanted) in enumerate(zip(ours.logits, expected.logits, strict=True)):
+        error = float((logits - wanted).abs().max())
+        assert error <= TOLERANCE, f"call {call}: logits are off by {error:.1e}"
+    return caches
+
+
+@pytest.mark.parametrize("scenario", OTHERS)
+def test_every_scenario(device, scenario):
+    """Two groups, and a buffer as small as can be."""
+    assert_parity(msa_twins("two_groups", device), scenario, device_buffer_tokens=BUDGET)
+
+
+@pytest.mark.parametrize("scenario", ["greedy_batch", "beams", "crop"])
+@pytest.mark.parametrize("buffer", [2 * BUDGET, 9 * BLOCK, ALL])
+def test_every_buffer(device, scenario, buffer):
+    layout = "union" if buffer == 2 * BUDGET else "per_group"
+    caches = assert_parity(
+        msa_twins("two_groups", device), scenario, device_buffer_tokens=buffer, layout=layout
+    )
+    assert caches[0].stats().selected > 0
+    assert (caches[0].stats().misses == 0) == (buffer == ALL)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scenario", ["turns"])
+@pytest.mark.parametrize(
+    "name", [name for name in MSA_MODELS if name not in ("two_groups", "images", "all_sparse")]
+)
+def test_every_model(device, name, scenario, layout):
+    assert_parity(msa_twins(name, device), scenario, layout=layout, verify=True)
+
+
+@pytest.mark.parametrize("scenario", MOVING)
+def test_as_union(device, scenario):
+    """One hot buffer for four groups, as small as can be."""
+    assert_parity(msa_twins("four_groups", device), scenario, layout="union", device_buffer_tokens=4 * BUDGET)
+
+
+@pytest.mark.parametrize("scenario", ["greedy_batch", "turns"])
+@pytest.mark.parametrize("memory", ["100KB", "3MB"])
+def test_prefill_in_slices(device, scenario, memory):
+    """A few rows at a time, or even one."""
+    assert_parity(msa_twins("two_groups", device), scenario, prefill_memory=memory)
+
+
+@pytest.mark.parametrize("scenario", ["greedy_batch", "chunked_prefill"])
+def test_eager_attention(device, scenario):
+    assert_parity(msa_twins("two_groups", device, 0, "eager"), scenario)
+
+
+def test_the_selection_shows_in_the_text(device):
+    """A model that selects one block less writes something else: so a parity test can fail."""
+    twins = msa_twins("two_groups", device)
+    texts = []
+    indexers = [module for module in twins.native.modules() if hasattr(module, "build_block_mask")]
+    for top_k in (TOP_K, TOP_K - 1, ALL // BLOCK):
+        session = Session(twins.native, lambda: DynamicCache(config=twins.native.config))
+        try:
+            for indexer in indexers:
+                indexer.topk_blocks = top_k
+            SCENARIOS["greedy"](session)
+        finally:
+            for indexer in indexers:
+                indexer.topk_blocks = TOP_K
+        texts.append(tuple(session.texts[0][0].tolist()))
+    assert len(set(texts)) == len(texts)
