@@ -68,16 +68,17 @@ def activation_bytes(
     decoder = config.get_text_config(decoder=True)
     hidden, heads = decoder.hidden_size, decoder.num_attention_heads
     shape = gqa_shape(decoder, 0)
-    width = shape.key_width + shape.value_width
+    cached = shape.heads * (shape.key_width + shape.value_width)  # of a token and layer
+    expanded = shape.key_width + shape.value_width
+    if getattr(decoder, "kv_lora_rank", None):
+        expanded = decoder.qk_nope_head_dim + decoder.qk_rope_head_dim + decoder.v_head_dim
     mlp = 2 * hidden + _mlp_width(decoder)
-    attention = 3 * hidden + 2 * heads * width + 2 * shape.heads * width
+    attention = 3 * hidden + 2 * heads * expanded + 2 * cached
     elements = batch * rows * max(mlp, attention)
     if rows < total:  # one layer's history, and the next one's on its way
-        latent = getattr(decoder, "kv_lora_rank", None) if prefill_memory else None
-        history = latent + decoder.qk_rope_head_dim if latent else shape.heads * width
-        elements += 2 * batch * total * history
+        elements += 2 * batch * total * cached
     if rows < total and not prefill_memory:  # the same for all query heads, and a mask, bool and not
-        elements += batch * total * (heads * width + rows * 3 // 2)
+        elements += batch * total * (heads * expanded + rows * 3 // 2)
     logits = 3 * batch * decoder.vocab_size
     return (elements + logits) * dtype.itemsize + prefill_memory + _STAGING_BYTES + CONTEXT_BYTES
 

@@ -206,6 +206,11 @@ def _selector_family(
             f"HiSparseCache: selector={selector!r} does not implement hf_hisparse.Selector (page_size, top_k, "
             "dense_layers, new_state); pass for example Quest(token_budget=2048)"
         )
+    if getattr(decoder, "kv_lora_rank", None):
+        raise ValueError(
+            f"HiSparseCache: {decoder.model_type!r} caches latents and selects nothing by itself, which this version does not "
+            "support: use DynamicCache"
+        )
     # Exactly DynamicLayer: its subclasses keep a window or a state of their own and stay native.
     hosted = [
         i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers

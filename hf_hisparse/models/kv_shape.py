@@ -33,10 +33,10 @@ def layer_config(decoder: PreTrainedConfig, index: int) -> Any:
 
 
 def gqa_shape(decoder: PreTrainedConfig, index: int) -> KvShape:
-    """Keys and values of grouped-query attention, as transformers itself finds them for its static caches."""
+    """Keys and values of attention that does not select: as transformers itself finds them for its static caches."""
     config = layer_config(decoder, index)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if getattr(config, "qk_head_dim", None):  # latent attention that caches what it expands
-        return KvShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
+        return KvShape(1, config.kv_lora_rank, config.qk_rope_head_dim)  # latents, expanded after caching
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KvShape(heads, width, width)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from hf_hisparse import HiSparseCache, Quest
+from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.hot_buffer import HotBuffer
 from hf_hisparse.records import RecordLayout
 from hf_hisparse.sizes import Sizes, whole_records
@@ -197,6 +198,62 @@ def test_auto(model):
     model.generate(ids, past_key_values=cache, max_new_tokens=5)
     assert cache.stats().misses == 0
     assert "device_memory=auto" in repr(cache)
+
+
+def _wide_model() -> Qwen3ForCausalLM:
+    """Wide and long enough that the allocator's rounding does not matter: 8 KiB of KV per token."""
+    config = Qwen3Config(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        vocab_size=512,
+        max_position_embeddings=2**17,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def _allocated() -> int:
+    """Bytes in use on the GPU."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")  # lets the allocator take back what other streams used
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("limit", ["110MiB", "200MiB", "600MiB"])
+def test_the_allocator_agrees(limit):
+    """With the limit at all times between calls, and with what was foreseen within 3%."""
+    model = _wide_model()
+    text = prompt(1, 40_000, device="cuda")
+    with torch.no_grad():
+        model(text[:, :3000], past_key_values=DynamicCache(config=model.config))  # libraries' workspaces
+        before = _allocated()
+        cache = HiSparseCache(model, Quest(512, 16), device_memory=limit, graphs=False)
+        for start, stop in (
+            (0, 20_000),
+            (20_000, 20_001),
+            (20_001, 30_000),
+            (30_000, 30_020),
+            (30_020, 40_000),
+        ):
+            model(text[:, start:stop], past_key_values=cache, logits_to_keep=1)
+            held = cache.memory().device_bytes
+            assert held <= int(limit[:-3]) * 2**20
+            assert abs(_allocated() - before - held) <= 0.03 * held
+        buffer = cache.hosted_layers[0].buffer_records * 16
+        del cache
+        cache = HiSparseCache(model, Quest(512, 16), device_buffer_tokens=buffer, graphs=False)
+        model(text[:, :20_000], past_key_values=cache, logits_to_keep=1)
+        planned = plan(
+            model.config, Quest(512, 16), context=20_000, device_memory="8GiB", device_buffer_tokens=buffer
+        )
+        assert abs(_allocated() - before - planned.memory.device_bytes) <= 0.03 * planned.memory.device_bytes
 
 
 def test_a_copy_has_a_limit_of_its_own(model):
