@@ -19,6 +19,7 @@ from .records import RecordLayout
 from .rows import RearrangedRows, lanes_of
 from .selector import LayerShape
 from .stats import LayerStats
+from .trace import LayerTrace
 from .versions import new_version
 
 LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
@@ -84,6 +85,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     model_selects = False  # whether the selection comes from the model, which then needs a mask for it
     unsupported_arguments = UNSUPPORTED_ARGUMENTS
     alternative = "DynamicCache"  # what serves a model that asks for such an argument
+    trace: LayerTrace | None = None  # of a run that is being recorded
 
     def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding) -> None:
         super().__init__()
@@ -287,9 +289,15 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def warm(self, selection: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the hot buffer after a prefill with what the last query selected, then the newest, off the device copy."""
-        records = self.buffer.choose(selection, self.layout.count(self._length))
+        records = self.choose(selection)
         self.buffer.fill(records, self.layout.pack_selected(keys, values, records))
         self.position.fill_(self._length)
+
+    def choose(self, selection: torch.Tensor) -> torch.Tensor:
+        """The records to fill the hot buffer with after a prefill (see `HotBuffer.choose`)."""
+        if self.trace is not None:
+            self.trace.prefill(selection, self._length)
+        return self.buffer.choose(selection, self.layout.count(self._length))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the token at `position`: ``[lanes, width]``."""
@@ -298,6 +306,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def read(self, selection: torch.Tensor) -> torch.Tensor:
         """Make the records that the query at `position` reads resident; their slots, int32 ``[lanes, k]``."""
+        if self.trace is not None:
+            self.trace.step(selection, self.position)
         slots = self.buffer.read(selection, self.position, self.pool)
         if self.settings.verify:
             self._verify(selection, slots)
@@ -375,6 +385,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             keys, _ = self.layout.unpack(self.pool.read_range(begun, begun + 1), self.pool.batch)
             valid = self.padding.between(begun * size, self._length, keys.device)
             self.state.extend(keys[:, :, :rest], begun * size, valid)
+        if self.trace is not None:
+            self.trace.crop(self._length)
 
     def rearrange(self, rows: torch.Tensor) -> None:
         """Let batch row `i` hold what row ``rows[i]`` held (int64 ``[new batch]``)."""
@@ -416,6 +428,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         """An independent copy, with pinned memory of its own and the copy's `padding`."""
         other = copy.copy(self)
         other.padding = padding
+        other.trace = None
         if not self._length or self.shape is None:
             other.shape, other._area, other.is_initialized = None, None, False
             return other
