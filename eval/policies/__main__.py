@@ -117,7 +117,9 @@ def main() -> None:
     write_csv(args.output, [csv_row(row, trace) for row in rows])
     picture = args.output.with_suffix(".png")
     shared = conditions()
-    caption = f"{what}.\n{shared['command']}   ({shared['gpu']}, torch {shared['torch']}, transformers {shared['transformers']})"
+    machine = shared["gpu"].removeprefix("none (").removesuffix(")")
+    versions = f"torch {shared['torch']}, transformers {shared['transformers']}"
+    caption = f"{what}.\n{shared['command']}   ({machine}, {versions})"
     shown = [size for size in (trace.top_k, 2 * trace.top_k, 4 * trace.top_k) if size in sizes]
     draw(picture, rows, trace.top_k, curve, shown, caption)
     print(f"written: {args.output}, {picture}")
