@@ -90,6 +90,7 @@ def csv_row(row: Misses, trace: Trace) -> dict[str, Any]:
         "layer": "all" if row.layer is None else row.layer,
         "buffer_records": row.slots,
         "buffer_tokens": row.slots * trace.page_size,
+        "buffer_selections": row.slots / trace.top_k,
         "selected": row.selected,
         **{policy: round(row.rate(policy), 5) for policy in row.policies},
     }
