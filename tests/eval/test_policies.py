@@ -39,7 +39,8 @@ def _short(model, cache, device):
 
 
 def _single(model, cache, device):
-    _greedy(model, cache, prompt(1, LENGTH, device=device))
+    """With the largest buffer the prompt fits, and then outgrows it."""
+    _greedy(model, cache, prompt(1, 110, device=device))
 
 
 def _padded_batch(model, cache, device):
@@ -220,6 +221,15 @@ def test_victims_by_hand(policy, evicted):
         gone += sorted(before - set(buffer.held))
     assert gone == evicted
     assert (buffer.selected, buffer.misses) == (7, 6)
+
+
+def test_a_crop_leaves_the_hand_where_it_was():
+    """D took the slot of A, and the hand points at B; D is cropped, written again, and the next record to go is B."""
+    events = [*(Step([record], 4) for record in (A, B, C, D)), Crop(3), Step([D], 4), Step([E], 5)]
+    buffer = CLOCK(3, events)
+    buffer.play()
+    assert set(buffer.held) == {C, D, E}
+    assert buffer.misses == 6
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())

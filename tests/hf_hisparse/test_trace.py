@@ -81,6 +81,34 @@ def test_a_prompt_shorter_than_a_selection(device, tmp_path, length):
     assert trace.selections[0].max() == length + 12
 
 
+def test_a_selector_may_use_its_answer_again(model, tmp_path):
+    """What is recorded is what it was then."""
+    ids = prompt(2, 101, device=str(model.device))
+    traces = []
+    for reuse in (False, True):
+        selector = Recorded(Quest(32, 4))
+        cache = HiSparseCache(model, selector, graphs=False)
+        if reuse:
+            new_state = selector.new_state
+            selector.new_state = lambda shape, new_state=new_state: _with_one_answer(new_state(shape))
+        with cache.record_trace(tmp_path / "trace.npz"):
+            _generate(model, cache, ids)
+        traces.append(load_trace(tmp_path / "trace.npz").selections[3])
+    assert np.array_equal(*traces)
+
+
+def _with_one_answer(state):
+    select, answer = state.select, []
+
+    def select_into_it(query, position):
+        selection = select(query, position).int()
+        answer[:] = answer or [torch.empty_like(selection)]
+        return answer[0].copy_(selection)
+
+    state.select = select_into_it
+    return state
+
+
 def test_recording_changes_neither_tokens_nor_counts(model, tmp_path):
     ids = prompt(2, 100, device=str(model.device))
     plain, recorded = HiSparseCache(model, Quest(32, 4)), HiSparseCache(model, Quest(32, 4))
