@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .padding import Padding
 from .resident_layer import ResidentLayer
 from .selector import Selector
 from .stats import Memory, Stats
+from .trace import TraceRecorder
 
 _GROWTH_TOKENS = 1024
 _DTYPES = (
@@ -131,6 +133,7 @@ class HiSparseCache(Cache):
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
+        self.trace: TraceRecorder | None = None  # while one is being recorded
         self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
         self._connect()
         if isinstance(model, PreTrainedModel):
@@ -347,6 +350,7 @@ class HiSparseCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
+        self._refuse_while_recording("reset()")
         fresh = DynamicCache(config=self._config).layers  # some versions only zero a layer they reset
         for index, layer in enumerate(self.layers):
             if isinstance(layer, HostedLayer | ResidentLayer):
@@ -358,11 +362,13 @@ class HiSparseCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
+        self._refuse_while_recording("reorder_cache (beam search)")
         super().reorder_cache(beam_idx)
         self._rows_changed(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
+        self._refuse_while_recording("batch_repeat_interleave")
         used = self.memory().host_bytes
         self._check_host_memory(used * repeats, f"{repeats} copies of each row")
         rows = torch.arange(self._batch).repeat_interleave(repeats)
@@ -371,6 +377,7 @@ class HiSparseCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch rows `indices`; any index of one dimension will do, an empty one raises ValueError."""
+        self._refuse_while_recording("batch_select_indices")
         if isinstance(indices, torch.Tensor):
             indices = indices.cpu()
         rows = torch.arange(self._batch)[indices]
@@ -380,6 +387,13 @@ class HiSparseCache(Cache):
             )
         super().batch_select_indices(rows)
         self._rows_changed(rows)
+
+    def _refuse_while_recording(self, what: str) -> None:
+        if self.trace is not None:
+            raise RuntimeError(
+                f"HiSparseCache: {what} while a trace is being recorded to {self.trace.path}, which follows one run of the "
+                "same rows: close the trace first"
+            )
 
     @property
     def _batch(self) -> int:
@@ -410,6 +424,7 @@ class HiSparseCache(Cache):
         ]
         other._connect()
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
+        other.trace = None
         other._states = dict(self._states)
         return other
 
@@ -418,6 +433,45 @@ class HiSparseCache(Cache):
     def stats(self) -> Stats:
         """What decoding has read, hit, missed and moved since the last reset (waits for the device)."""
         return Stats(tuple(layer.stats() for layer in self.hosted_layers))
+
+    def record_trace(self, path: str | Path) -> TraceRecorder:
+        """Record which records are selected from now on, to replay them under other buffers (see `hf_hisparse.trace`).
+
+        Decode runs eagerly meanwhile, as each selection is copied to the CPU; they stay there, ``4 * layers * lanes * top_k``
+        bytes a step, until the file is written. `crop` is recorded; `reset` and what moves batch rows are refused.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file to write, an ``.npz``; what is there is replaced.
+
+        Returns
+        -------
+        TraceRecorder
+            A context manager that writes the file at its end; or call its `close`. After an error nothing is written.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not empty, or `path` cannot be a file.
+        RuntimeError
+            If a trace is being recorded already.
+
+        Examples
+        --------
+        >>> with cache.record_trace("trace.npz"):
+        ...     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+        """
+        family = self._family
+        header = {
+            "model": Path(self._config.name_or_path or "").name or self._config.model_type,
+            "settings": repr(family),
+            "page_size": family.page_size,
+            "top_k": family.top_k,
+            "device_buffer_records": self._settings.device_buffer_records,
+        }
+        self.trace = TraceRecorder(self, Path(path), header)
+        return self.trace
 
     def memory(self) -> Memory:
         """Where the bytes are."""
