@@ -121,7 +121,7 @@ class QuestState:
         """The query's own page and the best before it: int64 ``[lanes, top_k]``, -1 where there are fewer."""
         scores = quest_scores(query, self.bounds, position, self.settings.page_size)
         own = (position // self.settings.page_size).expand(scores.shape[0], 1)
-        best, pages = scores.topk(min(self.settings.top_k - 1, scores.shape[1]), dim=1, sorted=False)
+        best, pages = scores.topk(min(self.settings.top_k - 1, scores.shape[1]), dim=1)
         return torch.cat([own, pages.masked_fill_(best == float("-inf"), -1)], dim=1)
 
     def crop(self, tokens: int) -> None:
