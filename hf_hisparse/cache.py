@@ -30,6 +30,7 @@ from .resident_layer import ResidentLayer
 from .selector import Selector
 from .sizes import Sizes, memory_of
 from .stats import Memory, Stats
+from .trace import TraceRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class HiSparseCache(Cache):
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
+        self.trace: TraceRecorder | None = None  # while one is being recorded
         # layer -> batch size, heads, key width, value width, dtype and device of what it holds
         self._states: dict[int, tuple[Any, ...]] = {}
         self.selector = selector
@@ -417,6 +419,7 @@ class HiSparseCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
+        self._refuse_while_recording("reset()")
         fresh = DynamicCache(config=self._config).layers  # some versions only zero a layer they reset
         for index, layer in enumerate(self.layers):
             if isinstance(layer, HostedLayer | ResidentLayer):
@@ -428,11 +431,13 @@ class HiSparseCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
+        self._refuse_while_recording("reorder_cache (beam search)")
         super().reorder_cache(beam_idx)
         self._rows_changed(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
+        self._refuse_while_recording("batch_repeat_interleave")
         held = self.memory()
         self._limits.host.check(held.host_bytes * repeats, held, f"{repeats} copies of each row")
         rows = torch.arange(self._batch).repeat_interleave(repeats)
@@ -442,6 +447,7 @@ class HiSparseCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch rows `indices`; any index of one dimension will do, an empty one raises ValueError."""
+        self._refuse_while_recording("batch_select_indices")
         if isinstance(indices, torch.Tensor):
             indices = indices.cpu()
         rows = torch.arange(self._batch)[indices]
@@ -466,6 +472,13 @@ class HiSparseCache(Cache):
         """A call like those before."""
         *_, dtype, device = next(iter(self._states.values()))
         return Call(batch, rows, dtype, device)
+
+    def _refuse_while_recording(self, what: str) -> None:
+        if self.trace is not None:
+            raise RuntimeError(
+                f"HiSparseCache: {what} while a trace is being recorded to {self.trace.path}, which follows one run of the "
+                "same rows: close the trace first"
+            )
 
     @property
     def _batch(self) -> int:
@@ -499,6 +512,7 @@ class HiSparseCache(Cache):
         ]
         other._connect()
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
+        other.trace = None
         other._states = dict(self._states)
         return other
 
@@ -566,6 +580,49 @@ class HiSparseCache(Cache):
     def stats(self) -> Stats:
         """What decoding has read, hit, missed and moved since the last reset (waits for the device)."""
         return Stats(tuple(layer.stats() for layer in self.hosted_layers))
+
+    def record_trace(self, path: str | Path) -> TraceRecorder:
+        """Record which records are selected from now on, to replay them under other buffers (see `hf_hisparse.trace`).
+
+        Decode runs eagerly meanwhile, as each selection is copied to the CPU; they stay there, ``4 * layers * lanes * top_k``
+        bytes a step, until the file is written. `crop` is recorded; `reset` and what moves batch rows are refused.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file to write, an ``.npz``; what is there is replaced.
+
+        Returns
+        -------
+        TraceRecorder
+            A context manager that writes the file at its end; or call its `close`. After an error nothing is written.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not empty, its buffers change with `device_memory`, or `path` cannot be a file.
+        RuntimeError
+            If a trace is being recorded already.
+
+        Examples
+        --------
+        >>> with cache.record_trace("trace.npz"):
+        ...     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+        """
+        if self._limits.device is not None:
+            raise ValueError(
+                "record_trace: a trace is of one hot buffer, those of device_memory change: give device_buffer_tokens instead"
+            )
+        family = self._family
+        header = {
+            "model": Path(self._config.name_or_path or "").name or self._config.model_type,
+            "settings": repr(family),
+            "page_size": family.page_size,
+            "top_k": family.top_k,
+            "device_buffer_records": self._settings.device_buffer_records,
+        }
+        self.trace = TraceRecorder(self, Path(path), header)
+        return self.trace
 
     def memory(self) -> Memory:
         """Where the bytes are."""

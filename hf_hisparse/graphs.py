@@ -134,6 +134,9 @@ class DecodeGraphs:
             or not _only_known(cache, kwargs)
         ):
             return forward(**kwargs)
+        if cache.trace is not None:  # copies every selection to the CPU
+            cache.trace.say_eager()
+            return forward(**kwargs)
         tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
         length = cache.get_seq_length()
         if mask is None and cache.padding.hides(length, length + 1):  # the layers refuse that

@@ -22,6 +22,7 @@ from .records import RecordLayout
 from .rows import RearrangedRows, lanes_of
 from .selector import LayerShape
 from .stats import LayerStats
+from .trace import LayerTrace
 from .versions import new_version
 
 LAYER_ATTRIBUTE = "_hisparse_layer"  # how the returned keys tell the attention function where they come from
@@ -92,6 +93,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     unread_inputs: tuple[str, ...] = ()
     unsupported_arguments = UNSUPPORTED_ARGUMENTS
     alternative = "DynamicCache"  # what serves a model that asks for such an argument
+    trace: LayerTrace | None = None  # of a run that is being recorded
 
     def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding) -> None:
         super().__init__()
@@ -332,9 +334,15 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def warm(self, selection: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the hot buffer after a prefill with what the last query selected, then the newest, off the device copy."""
-        records = self.buffer.choose(selection, self.layout.count(self._length))
+        records = self.choose(selection)
         self.buffer.fill(records, self.layout.pack_selected(keys, values, records))
         self.position.fill_(self._length)
+
+    def choose(self, selection: torch.Tensor) -> torch.Tensor:
+        """The records to fill the hot buffer with after a prefill (see `HotBuffer.choose`)."""
+        if self.trace is not None:
+            self.trace.prefill(selection, self._length)
+        return self.buffer.choose(selection, self.layout.count(self._length))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the token at `position`: ``[lanes, width]``."""
@@ -343,15 +351,20 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def resolve(self, selection: torch.Tensor) -> tuple[torch.Tensor, HostSource]:
         """The slots of the records that the query at `position` reads, int32 ``[lanes, k]``, and where the missing ones are."""
-        slots = self.buffer.resolve(selection, self.position)
+        slots = self._slots(selection)
         return slots, HostSource(self.pool.records, self.pool.host_rows, self.buffer.plan)
 
     def read(self, selection: torch.Tensor) -> torch.Tensor:
         """Make the records that the query at `position` reads resident; their slots, int32 ``[lanes, k]``."""
-        slots = self.buffer.resolve(selection, self.position)
+        slots = self._slots(selection)
         self.buffer.fetch(self.buffer.plan, self.pool)
         self.verify(selection, slots)
         return slots
+
+    def _slots(self, selection: torch.Tensor) -> torch.Tensor:
+        if self.trace is not None:
+            self.trace.step(selection, self.position)
+        return self.buffer.resolve(selection, self.position)
 
     def verify(self, selection: torch.Tensor, slots: torch.Tensor) -> None:
         """With the setting `verify`, compare every slot that was read with its host record."""
@@ -430,6 +443,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             keys, _ = self.layout.unpack(self.pool.read_range(begun, begun + 1), self.pool.batch)
             valid = self.padding.between(begun * size, self._length, keys.device)
             self.state.extend(keys[:, :, :rest], begun * size, valid)
+        if self.trace is not None:
+            self.trace.crop(self._length)
 
     def rearrange(self, rows: torch.Tensor) -> None:
         """Let batch row `i` hold what row ``rows[i]`` held (int64 ``[new batch]``)."""
@@ -471,6 +486,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         """An independent copy, with pinned memory of its own and the copy's `padding`."""
         other = copy.copy(self)
         other.padding = padding
+        other.trace = None
         if not self._length or self.shape is None:
             other.shape, other._area, other.is_initialized = None, None, False
             return other

@@ -383,29 +383,6 @@ def quest_scores(
     return scores.masked_fill(~candidate, float("-inf"))
 
 
-def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The `k` records of each lane with the highest scores, in the order of their numbers.
-
-    Of equal scores the lower number is chosen first; NaN is above all else, and a record of score -inf is never chosen.
-
-    Parameters
-    ----------
-    scores : fp32 ``[lanes, records]``
-    k : int
-
-    Returns
-    -------
-    int32 ``[lanes, k]``; -1 at the end where there are fewer records with a score.
-    """
-    count = scores.shape[1]
-    scores = scores.masked_fill(scores.isnan(), float("nan"))  # of either sign
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    nothing = scores.gather(1, best) == float("-inf")
-    chosen = best.masked_fill(nothing, count).sort(dim=1).values
-    chosen = torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]), value=count)
-    return chosen.masked_fill(chosen == count, -1).int()
-
-
 def mla_decode(
     query: torch.Tensor,
     buffer: torch.Tensor,

@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, PreTrainedModel
 
-from eval.decode_steps import step_times
+from eval.decode_steps import gpu_step_time, step_times
 from eval.environment import write_csv
 from eval.shapes import TOY_MSA
 from eval.traces import synthetic_trace
@@ -125,9 +125,10 @@ def measure(
     cuda = model.device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
     fill(cache, model, batch, history)
-    held = torch.cuda.memory_allocated() - before if cuda else None
-    step_times(model, cache, batch, WARM_UP, f"{label}, warm-up")
     hosted = isinstance(cache, HiSparseCache)
+    held = torch.cuda.memory_allocated() - before if cuda else None
+    told = cache.memory().device_bytes if hosted else None  # now: the first step makes room for more
+    step_times(model, cache, batch, WARM_UP, f"{label}, warm-up")
     begun = cache.stats() if hosted else None
     times = step_times(model, cache, batch, steps, label)
     result: dict[str, Any] = {
@@ -146,10 +147,13 @@ def measure(
             "buffer_bytes": memory.buffer_bytes,
             "selector_bytes": memory.selector_bytes,
             "table_bytes": memory.table_bytes,
-            "allocator_over_memory": round(held / memory.device_bytes, 4) if cuda else None,
+            "allocator_over_memory": round(held / told, 4) if cuda else None,
             "host_bytes": memory.host_bytes,
             "graphs": repr(cache.graphs),
         }
+        tokens = torch.randint(0, 1000, (batch, 1), device=model.device)
+        on_gpu = [gpu_step_time(model, cache, tokens) for _ in range(steps)]
+        result["gpu_ms_per_step"] = round(statistics.median(on_gpu), 3)  # without the CPU that launches it
     return result
 
 
@@ -171,7 +175,7 @@ def ways(
         model.config.index_block_size,
         model.config.index_block_size * model.config.index_topk_blocks,
     )
-    whole = -(-(history + WARM_UP + steps) // block) * block
+    whole = -(-(history + WARM_UP + 2 * steps) // block) * block
     for buffer in buffers:
         if buffer >= read:
             yield "per_group", buffer, HiSparseCache(model, device_buffer_tokens=buffer)
@@ -188,7 +192,7 @@ def compare(model: PreTrainedModel, args: argparse.Namespace, **sizes: Any) -> I
     blocks = history // model.config.index_block_size
     indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
     selections = [
-        traces(model, batch, blocks, WARM_UP + args.steps, sizes["overlap"], seed)
+        traces(model, batch, blocks, WARM_UP + 2 * args.steps, sizes["overlap"], seed)
         for seed in range(len(indexers))
     ]
     for way, buffer, cache in ways(model, args.buffers, batch, history, args.steps):

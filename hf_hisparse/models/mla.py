@@ -237,7 +237,7 @@ class LatentLayer(HostedLayer):
         return history
 
     def _warm(self, selection: torch.Tensor, rows: torch.Tensor) -> None:
-        chosen = self.buffer.choose(selection, self.get_seq_length())
+        chosen = self.choose(selection)
         self.buffer.fill(chosen, rows.gather(1, chosen[:, :, None].expand(-1, -1, rows.shape[2])))
         self.position.fill_(self.get_seq_length())
 

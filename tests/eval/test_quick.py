@@ -16,9 +16,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa", "pinning"]
+    "name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa", "policies", "pinning"]
 )
 def test_quick(name, tmp_path):
+    if name == "policies":
+        pytest.importorskip("matplotlib", reason='the picture needs matplotlib: pip install -e ".[test]"')
     output = tmp_path / "rows.csv"
     command = [sys.executable, "-m", f"eval.{name}", "--quick", "--output", str(output)]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -27,3 +29,5 @@ def test_quick(name, tmp_path):
     assert len(rows) >= 3
     assert all(row["torch"] == torch.__version__ for row in rows)
     assert rows[0]["command"] == f"python -m eval.{name} --quick"
+    if name == "policies":
+        assert output.with_suffix(".png").stat().st_size > 20_000

@@ -173,6 +173,13 @@ def test_either_a_size_or_a_buffer(model):
         HiSparseCache(model, SELECTOR, device_memory="6GiB", device_buffer_tokens=64)
 
 
+def test_no_trace_of_buffers_that_change(model, tmp_path):
+    cache = HiSparseCache(model, SELECTOR, device_memory="2MiB")
+    with pytest.raises(ValueError, match="give device_buffer_tokens"):
+        cache.record_trace(tmp_path / "trace.npz")
+    assert cache.trace is None
+
+
 def test_too_little_for_a_turn_changes_nothing(twins, device):
     model = twins("qwen3", device).enabled
     cache = HiSparseCache(model, SELECTOR, device_memory=_least(model, SELECTOR, 2, 700))
