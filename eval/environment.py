@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import transformers
 
+from hf_hisparse.link import link_bandwidth
+
 
 def driver_version() -> str:
     """The NVIDIA driver's version, or "none"."""
@@ -20,22 +22,6 @@ def driver_version() -> str:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
     except (OSError, subprocess.CalledProcessError):
         return "none"
-
-
-def link_bandwidth(size: int = 2**28, repeats: int = 8) -> float:
-    """Host to device copy bandwidth from pinned memory, bytes per second; NaN without CUDA."""
-    if not torch.cuda.is_available():
-        return float("nan")
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(size, dtype=torch.uint8, device="cuda")
-    device.copy_(host, non_blocking=True)
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        device.copy_(host, non_blocking=True)
-    stop.record()
-    stop.synchronize()
-    return repeats * size / (start.elapsed_time(stop) / 1000)
 
 
 def conditions() -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from .cache import HiSparseCache
 from .enable import disable, enable
 from .models.quest import Quest
+from .plan_report import Plan
+from .planner import plan
 from .selector import LayerShape, Selector, SelectorState
 from .stats import LayerStats, Memory, Stats
 
@@ -11,10 +13,12 @@ __all__ = [
     "LayerShape",
     "LayerStats",
     "Memory",
+    "Plan",
     "Quest",
     "Selector",
     "SelectorState",
     "Stats",
     "disable",
     "enable",
+    "plan",
 ]

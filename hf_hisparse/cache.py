@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,28 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
+from . import saved
 from .active import current_call
 from .attention import BASES
 from .enable import enable, text_config
 from .graphs import DecodeGraphs
 from .history_stream import HistoryStream
-from .host_memory import available_host_memory, format_bytes, parse_bytes
+from .host_memory import format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
-from .models.family import Family, family_of
+from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
+from .models.family import checked_buffer, family_of, new_layers
+from .needs import model_dtype
 from .padding import Padding
 from .resident_layer import ResidentLayer
 from .selector import Selector
+from .sizes import Sizes, memory_of
 from .stats import Memory, Stats
 from .trace import TraceRecorder
 
-_GROWTH_TOKENS = 1024
+logger = logging.getLogger(__name__)
+
 _DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -54,6 +60,11 @@ class HiSparseCache(Cache):
     device_buffer_tokens : int, optional
         Tokens per lane that each hosted layer keeps on the GPU: a multiple of the selector's page size, at least its
         budget (what the model itself selects). Default: twice the budget.
+    device_memory : int or str, optional
+        Instead: the most GPU memory that this cache may hold, in bytes or as text ("6GiB"), with all that it keeps there.
+        Everything stays resident until that is full, then the least recently used leaves; as what grows with the history
+        grows, the hot buffers shrink. "auto" is what is free beside the activations of the call that makes it grow. Each copy
+        may hold as much again; while a layer grows, what it had lies beside what it gets.
     decode_rows : int
         A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
     host_memory : int or str, optional
@@ -89,12 +100,15 @@ class HiSparseCache(Cache):
     >>> print(cache.stats())
     """
 
+    _layers: list[Any] | None  # None once it is closed
+
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig,
         selector: Selector | None = None,
         *,
         device_buffer_tokens: int | None = None,
+        device_memory: int | str | None = None,
         decode_rows: int = 32,
         host_memory: int | str | None = None,
         mla_mode: str = "absorb",
@@ -108,33 +122,40 @@ class HiSparseCache(Cache):
         if not isinstance(config, PreTrainedConfig):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
             raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
-        family = family_of(
-            config, selector, mla_mode, layout, parse_bytes(prefill_memory, "prefill_memory"), prefetch
-        )
-        buffer_tokens = _checked_buffer(device_buffer_tokens, family)
+        extra = parse_bytes(prefill_memory, "prefill_memory")
+        family = family_of(config, selector, mla_mode, layout, extra, prefetch)
+        if device_memory is not None and device_buffer_tokens is not None:
+            raise ValueError(
+                f"device_memory={device_memory!r} and device_buffer_tokens={device_buffer_tokens!r}: give one, either sets the "
+                "hot buffers"
+            )
+        buffer_tokens = checked_buffer(device_buffer_tokens, family)
         if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:
             raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
-        self._host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        host_limit = HostLimit(host_memory)
         # Addresses only: a layer can at most hold what its share of the machine's memory allows.
-        reachable = max(self._host_limit or 0, available_host_memory())
         self._settings = LayerSettings(
             top_k=family.top_k,
             device_buffer_records=buffer_tokens // family.page_size,
             decode_rows=decode_rows,
             verify=verify,
-            reserve_bytes=2 * reachable // len(family.hosted),
+            reserve_bytes=2 * host_limit.reachable // len(family.hosted),
         )
+        dtype = model.dtype if isinstance(model, PreTrainedModel) else model_dtype(config)
+        sizes = Sizes(config, family, self._settings, dtype)
+        device_limit = None if device_memory is None else DeviceLimit(device_memory, sizes, extra)
+        self._limits = Limits(host_limit, device_limit, family, self._settings.device_buffer_records)
         self.padding = Padding()
-        layers = family.layers(self._settings, self.padding)
-        for index, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:
-                layers[index] = ResidentLayer(index, self.padding)
-        super().__init__(layers=layers)
+        super().__init__(layers=new_layers(config, family, self._settings, self.padding))
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
         self.trace: TraceRecorder | None = None  # while one is being recorded
-        self._states: dict[int, tuple[Any, ...]] = {}  # layer -> what its keys and values came with
+        # layer -> batch size, heads, key width, value width, dtype and device of what it holds
+        self._states: dict[int, tuple[Any, ...]] = {}
+        self.selector = selector
+        self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
+        self._positions = getattr(text_config(config), "max_position_embeddings", None)  # None: say nothing
         self._connect()
         if isinstance(model, PreTrainedModel):
             enable(model)
@@ -145,6 +166,39 @@ class HiSparseCache(Cache):
         self._stream = HistoryStream(self.hosted_layers)
         for layer in self.hosted_layers:
             layer.stream = self._stream
+
+    # ------------------------------------------------------------------ its life
+
+    def close(self) -> None:
+        """Give back all memory, on the GPU and pinned on the host; any further use raises. Again, it changes nothing.
+
+        Deleting the last reference to a cache does the same; ``with HiSparseCache(...) as cache:`` does it at the end.
+        """
+        if self._layers is None:
+            return
+        self.graphs.forget()
+        self.padding.reset()
+        for layer in self.hosted_layers:
+            layer.close()
+        self._stream = HistoryStream([])
+        self._layers = None
+
+    def __enter__(self) -> HiSparseCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers; whatever is asked of a cache needs them."""
+        if self._layers is None:
+            raise RuntimeError("this HiSparseCache is closed: build a new one")
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._layers = layers
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -198,27 +252,54 @@ class HiSparseCache(Cache):
                 "one of them"
             )
         self._check_whole()
+        self.make_room_for(key_states, value_states)
+        if key_states.shape[2] > self._settings.decode_rows:
+            self._stream.begin()
+
+    def make_room_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Let all layers make room for new tokens, of which these are the first hosted layer's (MemoryError as in `update`)."""
         first = self.hosted_layers[0]
-        tokens, batch = first.get_seq_length() + key_states.shape[2], key_states.shape[0]
+        batch, _, rows, _ = key_states.shape
+        tokens = first.get_seq_length() + rows
+        self._note_positions(tokens)
+        room = first.room_for(key_states, value_states)
+        if tokens <= room:
+            return
 
         def asked(
             tokens: int,
         ) -> int:  # hosted layers grow in step and, in every supported model, have one shape
             return first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
 
-        self._plan_growth(tokens, asked, f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}")
-        if key_states.shape[2] > self._settings.decode_rows:
-            self._stream.begin()
+        purpose = f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}"
+        new = Call(batch, rows, key_states.dtype, key_states.device)
+        growth = self._limits.growth(tokens, asked, self.memory(), new, purpose)
+        if not room:  # what an earlier request of another shape left
+            for layer in self._own_layers:
+                layer.release()
+        self._grow(growth)
 
-    def _plan_growth(self, tokens: int, asked: Callable[[int], int], purpose: str) -> None:
-        """Decide how far to grow if `tokens` tokens do not fit: an eighth further while that can be had."""
-        if not asked(tokens):
-            return
-        further = tokens + max(_GROWTH_TOKENS, tokens // 8)
-        target = further if asked(further) <= self._host_memory_left() else tokens
-        self._check_host_memory(asked(target), purpose)
-        for layer in self.hosted_layers:
-            layer.growth_target = target
+    def _grow(self, growth: Growth) -> None:
+        """Let layers that must grow do so; hot buffers give way first."""
+        for layer in self._own_layers:
+            layer.growth_target = growth.capacity
+        for hosted in self.hosted_layers:
+            hosted.resize_buffer(growth.records)
+
+    @property
+    def _own_layers(self) -> list[HostedLayer | ResidentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, HostedLayer | ResidentLayer)]
+
+    def _note_positions(self, tokens: int) -> None:
+        """Warn once of a history beyond the model's positions, as transformers does for `generate`."""
+        most = self._positions
+        if most is not None and tokens > most:
+            self._positions = None
+            logger.warning(
+                "HiSparseCache: %d tokens are more than the model's max_position_embeddings=%d: it may answer worse, or fail",
+                tokens,
+                most,
+            )
 
     def _check_whole(self) -> None:
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
@@ -228,26 +309,6 @@ class HiSparseCache(Cache):
                 "cache.reset() and start again. If it happens again without another error, the model is not enabled (call "
                 "hf_hisparse.enable(model)) or changes its keys after the cache returned them (use DynamicCache)"
             )
-
-    def _host_memory_left(self) -> int:
-        if self._host_limit is None:
-            return available_host_memory()
-        return self._host_limit - self.memory().host_reserved_bytes
-
-    def _check_host_memory(self, asked: int, purpose: str) -> None:
-        left = max(0, self._host_memory_left()) if asked > 0 else 0
-        if asked <= left:
-            return
-        held = format_bytes(self.memory().host_reserved_bytes)
-        limit = (
-            "available"
-            if self._host_limit is None
-            else f"left of host_memory={format_bytes(self._host_limit)}"
-        )
-        raise MemoryError(
-            f"HiSparseCache: {purpose} need {format_bytes(asked)} more host memory, {format_bytes(left)} is {limit} "
-            f"({held} held already): lower the batch or the context, or raise host_memory if the machine has more"
-        )
 
     def check_batch(self, batch: int) -> None:
         """Refuse another batch size than that of the tokens held (ValueError)."""
@@ -270,6 +331,8 @@ class HiSparseCache(Cache):
         )
         held = self._states.get(layer_idx)
         if held is None or not layer.get_seq_length():
+            devices = {state[5] for state in self._states.values()} | {key_states.device}
+            self._limits.check_foreseen(layer_idx, got[1:4], devices)
             self._states[layer_idx] = got
             return
         if got == held:
@@ -295,7 +358,7 @@ class HiSparseCache(Cache):
     @property
     def version(self) -> tuple[int, ...]:
         """Changes whenever memory that a decode step uses moves."""
-        return (self.padding.version, *(layer.version for layer in self.layers))  # type: ignore[union-attr]
+        return (self.padding.version, *(layer.version for layer in self.layers))
 
     @property
     def capacity(self) -> int:
@@ -315,13 +378,19 @@ class HiSparseCache(Cache):
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
         self._check_whole()
         total = self.get_seq_length() + tokens
-        self._plan_growth(
+        self._note_positions(total)
+        if total <= self.capacity:
+            return
+        growth = self._limits.growth(
             total,
             lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers),
-            f"{total} tokens",
+            self.memory(),
+            self._call_of(self._batch, tokens),
+            f"{total} tokens of {self._batch} row{'s' if self._batch > 1 else ''}",
         )
+        self._grow(growth)
         for layer in self.layers:
-            layer.grow(total)  # type: ignore[union-attr]
+            layer.grow(total)
 
     # ------------------------------------------------------------------ changing what is held
 
@@ -345,7 +414,7 @@ class HiSparseCache(Cache):
             tokens = min(0, tokens - self.get_seq_length())
         # A sliding window may refuse, so it is asked before anything changes.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
-            layer.crop(tokens)  # type: ignore[union-attr]
+            layer.crop(tokens)
         self.padding.crop(self.get_seq_length())
 
     def reset(self) -> None:
@@ -369,9 +438,10 @@ class HiSparseCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
         self._refuse_while_recording("batch_repeat_interleave")
-        used = self.memory().host_bytes
-        self._check_host_memory(used * repeats, f"{repeats} copies of each row")
+        held = self.memory()
+        self._limits.host.check(held.host_bytes * repeats, held, f"{repeats} copies of each row")
         rows = torch.arange(self._batch).repeat_interleave(repeats)
+        self._make_way(rows.numel())
         super().batch_repeat_interleave(repeats)
         self._rows_changed(rows)
 
@@ -385,8 +455,23 @@ class HiSparseCache(Cache):
             raise ValueError(
                 f"batch_select_indices({indices}) keeps none of {self._batch} rows: call reset() to empty the cache"
             )
+        self._make_way(rows.numel())
         super().batch_select_indices(rows)
         self._rows_changed(rows)
+
+    def _make_way(self, batch: int) -> None:
+        """Shrink hot buffers, before anything else changes, such that there is device memory for `batch` rows."""
+        if batch <= self._batch:
+            return
+        purpose = f"{self.capacity} tokens of {batch} rows"
+        records = self._limits.records(self.memory(), self._call_of(batch, 1), self.capacity, purpose)
+        for layer in self.hosted_layers:
+            layer.resize_buffer(min(records, layer.buffer_records))
+
+    def _call_of(self, batch: int, rows: int) -> Call:
+        """A call like those before."""
+        *_, dtype, device = next(iter(self._states.values()))
+        return Call(batch, rows, dtype, device)
 
     def _refuse_while_recording(self, what: str) -> None:
         if self.trace is not None:
@@ -412,8 +497,11 @@ class HiSparseCache(Cache):
             If the host cannot hold a second copy.
         """
         self._check_whole()
-        if self._host_limit is None:  # a limit holds for each cache, and the copy is as large as this one
-            self._check_host_memory(self.memory().host_reserved_bytes, "a copy of the cache")
+        if (
+            self._limits.host.size is None
+        ):  # else the copy is as large as this one, and has the same limit to itself
+            held = self.memory()
+            self._limits.host.check(held.host_reserved_bytes, held, "a copy of the cache")
         other = copy.copy(self)
         other.padding = self.padding.clone()
         other.layers = [
@@ -427,6 +515,65 @@ class HiSparseCache(Cache):
         other.trace = None
         other._states = dict(self._states)
         return other
+
+    # ------------------------------------------------------------------ prefixes on a disk
+
+    def save(self, path: str | Path) -> None:
+        """Keep what this cache holds in the new folder `path`, to be loaded again: a prefill once, for many runs.
+
+        The folder appears when it is complete.
+
+        Raises
+        ------
+        FileExistsError
+            If there is something at `path`.
+        ValueError
+            If the cache holds no tokens, or layers that cannot be saved.
+        OSError
+            If the disk has too little room.
+        """
+        self._check_whole()
+        saved.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: PreTrainedModel, selector: Selector | None = None, **settings: Any
+    ) -> HiSparseCache:
+        """A cache that holds what was saved at `path` with the same model.
+
+        Parameters
+        ----------
+        path : str or Path
+        model : PreTrainedModel
+        selector : Selector, optional
+            Default: the `Quest` it was saved with. Another budget is fine, as a prefill does not depend on it.
+        **settings
+            Of the new cache, as `HiSparseCache` takes them; they need not be those it was saved with.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no saved cache.
+        ValueError
+            If it is damaged, or was saved with another model, other sizes of pages, or another version of transformers.
+        MemoryError
+            If host or device have too little for it.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"HiSparseCache.load needs the model, not a {type(model).__name__}")
+        content = saved.read_index(Path(path))
+        saved.check_model(Path(path), content, model)
+        cache = cls(model, saved.selector_for(Path(path), content, selector), **settings)
+        saved.restore(cache, Path(path), content, model)
+        return cache
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells its model from others; of a cache built from a configuration, without the weights."""
+        model = None if self._model is None else self._model()
+        if model is not None:
+            return saved.fingerprint(model)
+        return {"type": self._config.model_type, "config": None, "weights": None}
 
     # ------------------------------------------------------------------ what people look at
 
@@ -453,7 +600,7 @@ class HiSparseCache(Cache):
         Raises
         ------
         ValueError
-            If the cache is not empty, or `path` cannot be a file.
+            If the cache is not empty, its buffers change with `device_memory`, or `path` cannot be a file.
         RuntimeError
             If a trace is being recorded already.
 
@@ -462,6 +609,10 @@ class HiSparseCache(Cache):
         >>> with cache.record_trace("trace.npz"):
         ...     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
         """
+        if self._limits.device is not None:
+            raise ValueError(
+                "record_trace: a trace is of one hot buffer, those of device_memory change: give device_buffer_tokens instead"
+            )
         family = self._family
         header = {
             "model": Path(self._config.name_or_path or "").name or self._config.model_type,
@@ -475,31 +626,18 @@ class HiSparseCache(Cache):
 
     def memory(self) -> Memory:
         """Where the bytes are."""
-        hosted = [layer for layer in self.hosted_layers if layer.shape is not None]
-        resident = [layer for layer in self.layers if isinstance(layer, ResidentLayer)]
-        other = [layer for layer in self.layers if not isinstance(layer, HostedLayer | ResidentLayer)]
-        held = [
-            tensor for layer in other for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)
-        ]
-        padding = 0 if self.padding.allowed is None else self.padding.allowed.nbytes
-        return Memory(
-            buffer_bytes=sum(layer.buffer.buffer_nbytes for layer in hosted),
-            selector_bytes=sum(layer.state.nbytes for layer in hosted),
-            table_bytes=sum(layer.table_nbytes for layer in hosted)
-            + sum(layer.table_nbytes for layer in resident)
-            + padding,
-            native_bytes=sum(layer.kv_nbytes for layer in resident) + sum(tensor.nbytes for tensor in held),
-            host_bytes=sum(layer.host_nbytes for layer in hosted),
-            host_reserved_bytes=sum(layer.pool.area.size for layer in hosted),
-        )
+        return memory_of(self.layers, self.padding)
 
     def __repr__(self) -> str:
+        if self._layers is None:
+            return "HiSparseCache(closed)"
         settings, memory = self._settings, self.memory()
-        records = settings.device_buffer_records
-        size = self._family.page_size
+        records, size = self.hosted_layers[0].buffer_records, self._family.page_size
+        limit = self._limits.device
+        given = f"device_memory={limit.size or 'auto'}" if limit else f"device_buffer_tokens={records * size}"
         return (
-            f"HiSparseCache({self._family!r}, device_buffer_tokens={records * size}, "
-            f"decode_rows={settings.decode_rows}, host_memory={self._host_limit}, verify={settings.verify}, "
+            f"HiSparseCache({self._family!r}, {given}, "
+            f"decode_rows={settings.decode_rows}, host_memory={self._limits.host.size}, verify={settings.verify}, "
             f"graphs={self.graphs.enabled})\n"
             f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"
@@ -509,16 +647,3 @@ class HiSparseCache(Cache):
             f"  host: {format_bytes(memory.host_bytes)} in use, {format_bytes(memory.host_reserved_bytes)} held\n"
             f"  CUDA graphs: {self.graphs!r}"
         )
-
-
-def _checked_buffer(tokens: int | None, family: Family) -> int:
-    budget, size = family.top_k * family.page_size, family.page_size
-    if tokens is None:
-        return 2 * budget
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < budget or tokens % size:
-        least = -(-max(tokens, budget) // size) * size if isinstance(tokens, int) else 2 * budget
-        raise ValueError(
-            f"device_buffer_tokens={tokens!r}, must be a whole number, a multiple of the page size {size} and at least "
-            f"{family.budget}: take {least}"
-        )
-    return tokens

@@ -48,7 +48,7 @@ def enable(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, which HiSparse "
             "plugs into: use DynamicCache for it"
         )
-    for decoder in _decoders(model):
+    for decoder in decoders_of(model):
         track_calls(decoder)
     enable_dsa(model)
     enable_msa(model)
@@ -59,14 +59,14 @@ def disable(model: PreTrainedModel) -> None:
     current = text_config(model.config)._attn_implementation
     disable_dsa(model)
     disable_msa(model)
-    for decoder in _decoders(model):
+    for decoder in decoders_of(model):
         forget_calls(decoder)
     if current in BASES:
         _switch(model, BASES[current])
         unwrap_forward(model)
 
 
-def _decoders(model: PreTrainedModel) -> list[PreTrainedModel]:
+def decoders_of(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The parts of `model` that run its decoder."""
     config = text_config(model.config)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]

@@ -180,7 +180,7 @@ class DecodeGraphs:
             self._steps[shape] = step
         else:
             for replayed in cache.layers:
-                replayed.replayed()  # type: ignore[union-attr]
+                replayed.replayed()
         self.replays += 1
         return step.replay(inputs, cache)
 
@@ -194,7 +194,7 @@ class DecodeGraphs:
         masked: bool,
     ) -> _Step | None:
         step = _Step({name: tensor.clone() for name, tensor in inputs.items()}, key)
-        counts = [layer.counts for layer in cache.layers]  # type: ignore[union-attr]
+        counts = [layer.counts for layer in cache.layers]
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
         try:
@@ -202,7 +202,7 @@ class DecodeGraphs:
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
         except Exception as error:  # whatever a model does that a capture does not allow
             for layer, count in zip(cache.layers, counts, strict=True):
-                layer.restore(count)  # type: ignore[union-attr]
+                layer.restore(count)
             logger.debug("capturing a decode step failed", exc_info=True)
             self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
             return None

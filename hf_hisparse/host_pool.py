@@ -248,6 +248,15 @@ class HostPool:
         self.host_rows = self._own_rows(capacity)
         self._permuted = False
 
+    def saved(self, used: int) -> torch.Tensor:
+        """The first `used` records, ``[used, lanes, elements]`` on the CPU: a view, unless rows were rearranged."""
+        self.synchronize()
+        return self.in_lanes(self.records, 0, used).transpose(0, 1)
+
+    def load(self, records: torch.Tensor) -> None:
+        """Take what `saved` gave, as the first records of a pool with room for them."""
+        self.records[: records.shape[0]] = records
+
     def clone(self, used: int, area: PinnedArea) -> HostPool:
         """A pool of its own in `area` that holds the same `used` records."""
         self.synchronize()

@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hisparse_kernels.miss_plan import HostSource
 
 from .history_stream import HistoryStream
-from .host_memory import PinnedArea, whole_pages
+from .host_memory import PinnedArea, host_area, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .padding import Padding
@@ -47,7 +47,7 @@ class LayerSettings:
     top_k : int
         Records that one query reads, per lane.
     device_buffer_records : int
-        Slots per lane.
+        Slots per lane, to begin with.
     decode_rows : int
         Most new tokens per row of a decode call.
     verify : bool
@@ -105,6 +105,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.shape: LayerShape | None = None
         self.steps = 0
         self.growth_target = 0  # tokens that the cache wants room for when the layer must grow
+        self.buffer_records = settings.device_buffer_records  # records of the hot buffer, per lane
         self._length = 0
         self._new: NewTokens | None = None
         self._area: PinnedArea | None = None
@@ -120,15 +121,13 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Build pool, buffer and selector state for keys and values of this shape, on their device."""
-        batch, heads, _, key_width = key_states.shape
-        device = key_states.device
-        shape = LayerShape(self.layer_idx, batch, heads, key_width, key_states.dtype, device)
-        layout = self.layout_for(key_states, value_states)
+        shape, layout = self._shape_of(key_states), self.layout_for(key_states, value_states)
+        device = shape.device
         if self._area is None:
-            self._area = PinnedArea(self.settings.reserve_bytes, pin=device.type == "cuda")
+            self._area = host_area(self.settings.reserve_bytes, device)
         if not self._fits(shape, layout):
             self.layout = layout
-            self.pool = HostPool(batch, heads // layout.heads, layout, device, self._area)
+            self.pool = HostPool(shape.batch, shape.heads // layout.heads, layout, device, self._area)
             self.buffer = self.new_buffer(shape, layout)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -142,8 +141,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def new_buffer(self, shape: LayerShape, layout: RecordLayout) -> HotBuffer:
         """The empty hot buffer of this layer."""
-        lanes = shape.lanes // layout.heads
-        return HotBuffer(lanes, self.settings.device_buffer_records, layout, shape.device)
+        lanes, k = shape.lanes // layout.heads, self.settings.top_k
+        return HotBuffer(lanes, self.buffer_records, layout, shape.device, selected=k)
 
     @abstractmethod
     def new_state(self, shape: LayerShape) -> Any:
@@ -187,6 +186,17 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
         """Whether what a reset left behind can serve this shape."""
         return shape == self.shape and layout == self.layout and self.pool.host_batch == shape.batch
+
+    def _shape_of(self, key_states: torch.Tensor) -> LayerShape:
+        batch, heads, _, key_width = key_states.shape
+        return LayerShape(self.layer_idx, batch, heads, key_width, key_states.dtype, key_states.device)
+
+    def room_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """Tokens of this shape that there is room for."""
+        if self._length:
+            return self.capacity
+        shape, layout = self._shape_of(key_states), self.layout_for(key_states, value_states)
+        return self.capacity if self.shape is not None and self._fits(shape, layout) else 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -259,6 +269,26 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.buffer.grow(capacity)
         self.state.grow(capacity)
         self.version = new_version()
+
+    def resize_buffer(self, records: int) -> None:
+        """Let the hot buffer have `records` slots per lane, those of the most recently used records among them."""
+        held, self.buffer_records = self.buffer_records, records
+        if self.shape is not None and records != held:
+            self.buffer.resize(records)
+            self.version = new_version()
+
+    def release(self) -> None:
+        """Give back the device memory that a reset left behind."""
+        self.shape, self.is_initialized = None, False
+        for name in ("pool", "buffer", "state", "position"):
+            vars(self).pop(name, None)
+
+    def close(self) -> None:
+        """Give back all memory, pinned host memory at once."""
+        self.release()
+        if self._area is not None:
+            self._area.close()
+            self._area = None
 
     # ------------------------------------------------------------------ parts of attention
 
@@ -424,7 +454,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         batch = rows.numel()
         self.pool.wait()
         if batch > self.pool.host_batch:
-            self._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
+            self._area = host_area(self.settings.reserve_bytes, self.shape.device)
         self.pool.rearrange(rows, self.layout.count(self._length), self._area)
         if self._length % self.layout.tokens:
             self.pool.own(self._length // self.layout.tokens)
@@ -460,13 +490,47 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         if not self._length or self.shape is None:
             other.shape, other._area, other.is_initialized = None, None, False
             return other
-        other._area = PinnedArea(self.settings.reserve_bytes, pin=self.shape.device.type == "cuda")
+        other._area = host_area(self.settings.reserve_bytes, self.shape.device)
         other.pool = self.pool.clone(self.layout.count(self._length), other._area)
         other.buffer = self.buffer.clone()
         other.state = self.state.clone()
         other.position = self.position.clone()
         other.version = new_version()
         return other
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What cannot be made again: the records, and the selector state.
+
+        Raises
+        ------
+        ValueError
+            If the selector state cannot be saved.
+        """
+        used = self.layout.count(self._length)
+        if not hasattr(self.state, "saved"):
+            raise ValueError(
+                f"{self.name}: a {type(self.state).__name__} cannot be saved: it needs the methods saved and load of "
+                "hf_hisparse.SelectorState"
+            )
+        state = {f"state.{name}": tensor for name, tensor in self.state.saved(used).items()}
+        return {"records": self.pool.saved(used), **state}
+
+    def load(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Take what `saved` gave, of tokens of these shapes; the newest records become resident."""
+        self.update(key_states, value_states)
+        self.finish()
+        self.pool.load(tensors["records"])
+        state = {name: tensor for name, tensor in tensors.items() if name.startswith("state.")}
+        self.state.load(
+            {name.removeprefix("state."): tensor.to(key_states.device) for name, tensor in state.items()}
+        )
+        self.position.fill_(self._length)
+        lanes = self.pool.batch * self.pool.heads
+        nothing = torch.full((lanes, 1), -1, dtype=torch.int64, device=key_states.device)
+        newest = self.buffer.choose(nothing, self.layout.count(self._length))
+        self.buffer.fill(newest, self.pool.read(newest.int()))
 
     def stats(self) -> LayerStats:
         """What decoding has read and moved so far (waits for the device)."""

@@ -29,9 +29,16 @@ class HotBuffer:
         Slots from least to most recently used; empty slots are the oldest.
     counters : int64 ``[lanes, 2]``
         Records read, and those of them that were missing, since the lanes were last rearranged; see `totals`.
+
+    Parameters
+    ----------
+    selected : int
+        Records per selection to expect, so that no step has to make room for its outputs.
     """
 
-    def __init__(self, lanes: int, slots: int, layout: RecordLayout, device: torch.device) -> None:
+    def __init__(
+        self, lanes: int, slots: int, layout: RecordLayout, device: torch.device, selected: int = 0
+    ) -> None:
         self.layout = layout
         self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=device)
         self.page_table = torch.empty((lanes, 0), dtype=torch.int32, device=device)
@@ -39,7 +46,7 @@ class HotBuffer:
         self.order = torch.arange(slots, dtype=torch.int32, device=device).repeat(lanes, 1)
         self.counters = torch.zeros((lanes, 2), dtype=torch.int64, device=device)
         self._counted = torch.zeros(2, dtype=torch.int64, device=device)
-        self._allocate_outputs(0)
+        self._allocate_outputs(selected)
 
     def _allocate_outputs(self, k: int) -> None:
         lanes, device = self.order.shape[0], self.order.device
@@ -62,6 +69,30 @@ class HotBuffer:
         missing = capacity - self.page_table.shape[1]
         if missing > 0:
             self.page_table = torch.nn.functional.pad(self.page_table, (0, missing), value=-1)
+
+    def resize(self, slots: int) -> torch.Tensor:
+        """Change to `slots` slots per lane; if those are fewer, the most recently used records stay.
+
+        Returns
+        -------
+        int64 ``[lanes, n]``
+            The slots that the first `n` slots were before.
+        """
+        lanes, held = self.order.shape
+        every = torch.arange(slots, dtype=torch.int32, device=self.order.device).repeat(lanes, 1)
+        if slots >= held:
+            kept = every[:, :held].long()
+            self.slot_records = torch.nn.functional.pad(self.slot_records, (0, slots - held), value=-1)
+            self.order = torch.cat([every[:, held:], self.order], dim=1)  # empty slots are the oldest
+        else:
+            kept = self.order[:, held - slots :].long()
+            now_at = torch.full_like(self.order, -1).scatter_(1, kept, every)
+            slot = now_at.gather(1, self.page_table.clamp(min=0).long())
+            self.page_table = torch.where(self.page_table >= 0, slot, self.page_table)
+            self.slot_records = self.slot_records.gather(1, kept)
+            self.order = every
+        self.data = resized(self.data, kept, slots)
+        return kept
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, pool: HostPool
@@ -185,3 +216,11 @@ class HotBuffer:
         """Records read and records missed since the last reset, over all lanes (waits for the device)."""
         read, missed = (self._counted + self.counters.sum(0)).tolist()
         return read, missed
+
+
+def resized(data: torch.Tensor, kept: torch.Tensor, slots: int) -> torch.Tensor:
+    """``[lanes, slots, elements]``, whose first rows are the rows `kept`, int64 ``[lanes, n]``, of `data`."""
+    out = data.new_empty((data.shape[0], slots, data.shape[2]))
+    index = kept[:, :, None].expand(-1, -1, data.shape[2])
+    torch.gather(data, 1, index, out=out[:, : kept.shape[1]])  # without a copy in between
+    return out

@@ -113,6 +113,17 @@ class Padding:
         other._noted = self._noted
         return other
 
+    def saved(self, length: int) -> tuple[dict[str, torch.Tensor], int]:
+        """What is known of the first `length` keys, and of how many masks have spoken."""
+        return ({} if self.allowed is None else {"allowed": self.allowed[:, :length]}), self._noted
+
+    def load(self, tensors: dict[str, torch.Tensor], noted: int, capacity: int, device: torch.device) -> None:
+        """Take what `saved` gave, with room for `capacity` keys."""
+        self._noted = noted
+        if tensors:
+            known = tensors["allowed"]
+            self.reserve(known.shape[0], capacity, device)[:, : known.shape[1]] = known.to(device)
+
     def reset(self) -> None:
         """Forget all masks."""
         self._noted = 0

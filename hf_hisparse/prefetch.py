@@ -19,7 +19,7 @@ from hisparse_kernels.miss_plan import MissPlan
 from hisparse_kernels.write_row import write_row
 
 from .host_pool import HostPool
-from .hot_buffer import HotBuffer
+from .hot_buffer import HotBuffer, resized
 from .records import RecordLayout, moved
 
 if TYPE_CHECKING:
@@ -88,6 +88,10 @@ class FollowerBuffer:
 
     def grow(self, capacity: int) -> None:
         """The leader has grown already."""
+
+    def resize(self, slots: int, kept: torch.Tensor) -> None:
+        """Change to as many slots as the leader now has: its first ones were the slots `kept`, int64 ``[lanes, n]``."""
+        self.data = resized(self.data, kept, slots)
 
     def forget(self, first: int) -> None:
         """The leader has forgotten already."""

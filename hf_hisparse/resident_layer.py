@@ -18,8 +18,6 @@ from .records import moved
 from .rows import RearrangedRows, lanes_of
 from .versions import new_version
 
-_GROWTH_TOKENS = 1024
-
 
 class ResidentLayer(RearrangedRows, DynamicLayer):
     """What `DynamicLayer` is, in memory that grows in steps instead of with every token.
@@ -38,6 +36,7 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.padding = padding
+        self.growth_target = 0  # tokens that the cache wants room for when the layer must grow
         self._length = 0
         self.version = new_version()
 
@@ -68,7 +67,7 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         lanes, capacity, width = self.rows.shape
         if tokens <= capacity:
             return
-        rows = self.rows.new_empty((lanes, tokens + max(_GROWTH_TOKENS, tokens // 8), width))
+        rows = self.rows.new_empty((lanes, max(tokens, self.growth_target), width))
         rows[:, :capacity] = self.rows
         self.rows = rows
         self.slots = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device).repeat(lanes, 1)
@@ -194,6 +193,25 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         """Forget everything; the memory stays for the next use."""
         self._length = 0
         self.is_initialized = False
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """All that is held."""
+        return {"rows": self.rows[:, : self._length]}
+
+    def load(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Take what `saved` gave, of tokens of these shapes."""
+        self.lazy_initialization(key_states, value_states)
+        self._length = key_states.shape[2]
+        self.grow(self._length)
+        self.rows[:, : self._length] = tensors["rows"].to(self.device)
+        self.position.fill_(self._length)
+
+    def release(self) -> None:
+        """Give back the device memory that a reset left behind."""
+        self.rows, self.is_initialized = None, False
+        vars(self).pop("slots", None)
 
     def clone(self, padding: Padding) -> ResidentLayer:
         """An independent copy with the copy's `padding`."""

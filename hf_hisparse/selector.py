@@ -83,6 +83,12 @@ class SelectorState(Protocol):
     def clone(self) -> SelectorState:
         """An independent copy."""
 
+    def saved(self, records: int) -> dict[str, torch.Tensor]:
+        """What `load` needs to go on from here, of the first `records` records (for `HiSparseCache.save`)."""
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take what `saved` gave, now on the device; `grow` has made room for it."""
+
     @property
     def nbytes(self) -> int:
         """Device bytes."""

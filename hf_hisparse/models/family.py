@@ -9,8 +9,10 @@ from transformers.cache_utils import DynamicLayer
 
 from ..hosted_layer import LayerSettings
 from ..padding import Padding
+from ..resident_layer import ResidentLayer
 from ..selector import Selector
 from .gqa import GqaLayer
+from .kv_shape import KvShape, gqa_shape
 from .mla import MLA_MODES, LatentFamily
 from .msa import LAYOUTS, BlockFamily
 
@@ -41,11 +43,17 @@ class Family(Protocol):
     def connect(self, layers: list[Any]) -> None:
         """Let copies of these layers know each other."""
 
+    def kv_shape(self, index: int, hosted: bool) -> KvShape:
+        """What layer `index` is handed in a `HiSparseCache`, or, if not `hosted`, in transformers' own caches."""
+
 
 class SelectorFamily:
     """Decoders with grouped-query attention, for which a `Selector` chooses."""
 
-    def __init__(self, layers: list[Any], hosted: list[int], selector: Selector) -> None:
+    def __init__(
+        self, decoder: PreTrainedConfig, layers: list[Any], hosted: list[int], selector: Selector
+    ) -> None:
+        self._decoder = decoder
         self.selector = selector
         self.page_size, self.top_k = selector.page_size, selector.top_k
         self.budget = f"the selector's budget of {self.page_size * self.top_k} tokens ({self.top_k} pages)"
@@ -62,8 +70,38 @@ class SelectorFamily:
     def connect(self, layers: list[Any]) -> None:
         """No layer needs another."""
 
+    def kv_shape(self, index: int, hosted: bool) -> KvShape:
+        """See `Family.kv_shape`."""
+        return gqa_shape(self._decoder, index)
+
     def __repr__(self) -> str:
         return repr(self.selector)
+
+
+def new_layers(
+    config: PreTrainedConfig, family: Family, settings: LayerSettings, padding: Padding
+) -> list[Any]:
+    """The layers of an empty cache, none of which another cache has."""
+    native = DynamicCache(config=config).layers
+    layers = family.layers(settings, padding)
+    for index in set(range(len(layers))) - set(family.hosted):
+        dense = type(native[index]) is DynamicLayer
+        layers[index] = ResidentLayer(index, padding) if dense else native[index]
+    return layers
+
+
+def checked_buffer(tokens: int | None, family: Family) -> int:
+    """Tokens of a hot buffer, per lane; by default twice what a query reads (ValueError if they do not fit the family)."""
+    budget, size = family.top_k * family.page_size, family.page_size
+    if tokens is None:
+        return 2 * budget
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < budget or tokens % size:
+        least = -(-max(tokens, budget) // size) * size if isinstance(tokens, int) else 2 * budget
+        raise ValueError(
+            f"device_buffer_tokens={tokens!r}, must be a whole number, a multiple of the page size {size} and at least "
+            f"{family.budget}: take {least}"
+        )
+    return tokens
 
 
 def family_of(
@@ -168,6 +206,11 @@ def _selector_family(
             f"HiSparseCache: selector={selector!r} does not implement hf_hisparse.Selector (page_size, top_k, "
             "dense_layers, new_state); pass for example Quest(token_budget=2048)"
         )
+    if getattr(decoder, "kv_lora_rank", None):
+        raise ValueError(
+            f"HiSparseCache: {decoder.model_type!r} caches latents and selects nothing by itself, which this version does not "
+            "support: use DynamicCache"
+        )
     # Exactly DynamicLayer: its subclasses keep a window or a state of their own and stay native.
     hosted = [
         i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers
@@ -178,4 +221,4 @@ def _selector_family(
             f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({', '.join(kinds)}), none of which is full "
             f"attention beyond the first dense_layers={selector.dense_layers}: lower dense_layers, or use DynamicCache"
         )
-    return SelectorFamily(layers, hosted, selector)
+    return SelectorFamily(decoder, layers, hosted, selector)

@@ -89,6 +89,15 @@ class IndexerKeys:
         other._capacity = self._capacity
         return other
 
+    def saved(self, records: int) -> dict[str, torch.Tensor]:
+        """The keys of the first `records` records."""
+        return {} if self.keys is None else {"keys": self.keys[:, : records * self._tokens_per_record]}
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take what `saved` gave."""
+        if tensors:
+            self.write(tensors["keys"], 0)
+
 
 def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of an indexer; with `HiSparseCache` on slices of the queries, where their scores would take much memory.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedConfig
 
 from ..active import current_call
@@ -18,10 +20,14 @@ from ..padding import Padding
 from ..prefetch import FollowerBuffer, Group, Replay, prefetch
 from ..records import RecordLayout
 from ..selector import LayerShape
+from ..versions import new_version
 from .indexer import IndexerKeys
+from .kv_shape import KvShape, layer_config
 from .mla_attention import ExpandedAttention, UpProjection, absorbed_attention
 
 MLA_MODES = ("absorb", "expand")
+# Until then transformers' own caches hold keys and values of all heads, not latents.
+_CACHES_EXPANDED = Version(transformers.__version__) < Version("5.18")
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,20 @@ class LatentLayer(HostedLayer):
         if self.padding.capturing:
             return self.state.write_at(indexer_key_states, self.position)
         return self.state.write(indexer_key_states, new.start)
+
+    def resize_buffer(self, records: int) -> None:
+        """See `HostedLayer.resize_buffer`; a leader does it for those that follow, in its slots."""
+        held, self.buffer_records = self.buffer_records, records
+        if self.shape is None or records == held:
+            return
+        self.version = new_version()
+        if isinstance(self.buffer, HotBuffer):
+            kept = self.buffer.resize(records)
+            follower = self.group.next_on_device(self)
+            while follower is not None:
+                assert isinstance(follower.buffer, FollowerBuffer)
+                follower.buffer.resize(records, kept)
+                follower = self.group.next_on_device(follower)
 
     @property
     def obstacle(self) -> str | None:  # type: ignore[override]
@@ -356,6 +376,7 @@ class LatentFamily:
     def __init__(
         self, decoder: PreTrainedConfig, layers: list[Any], indexed: list[int], **settings: Any
     ) -> None:
+        self._decoder = decoder
         self.name = decoder.model_type
         self.top_k = decoder.index_topk
         self.budget = f"the model's index_topk={self.top_k}"
@@ -383,6 +404,18 @@ class LatentFamily:
             groups[-1].append(layers[index])
         for members in groups:
             Group(members)
+
+    def kv_shape(self, index: int, hosted: bool) -> KvShape:
+        """See `Family.kv_shape`: a latent and a rotated key."""
+        config = layer_config(self._decoder, index)
+        indexed = index in self.hosted and index not in self._shared
+        index_width = config.index_head_dim if indexed else 0
+        rotated = getattr(config, "no_rope_layers", None)  # 1 for a layer that has a rotary embedding
+        rope = config.qk_rope_head_dim if rotated is None or rotated[index] else 0
+        if not hosted and _CACHES_EXPANDED:
+            width = config.qk_nope_head_dim + config.qk_rope_head_dim
+            return KvShape(config.num_attention_heads, width, config.v_head_dim, index_width)
+        return KvShape(1, config.kv_lora_rank, rope, index_width)
 
     def __repr__(self) -> str:
         return f"{self.name}, index_topk={self.top_k}, mla_mode={self._settings['mla_mode']!r}"

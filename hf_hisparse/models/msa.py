@@ -20,6 +20,7 @@ from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape
 from .indexer import IndexerKeys
+from .kv_shape import KvShape, gqa_shape
 
 LAYOUTS = ("per_group", "union")
 
@@ -328,6 +329,7 @@ class BlockFamily:
         layout: str,
         prefill_memory: int,
     ) -> None:
+        self._decoder = decoder
         self.name = decoder.model_type
         self.layout = layout
         self.page_size, self._blocks = decoder.index_block_size, decoder.index_topk_blocks
@@ -356,6 +358,11 @@ class BlockFamily:
 
     def connect(self, layers: list[Any]) -> None:
         """No layer needs another."""
+
+    def kv_shape(self, index: int, hosted: bool) -> KvShape:
+        """See `Family.kv_shape`."""
+        indexed = self._decoder.index_head_dim if index in self.hosted else 0
+        return gqa_shape(self._decoder, index)._replace(index_width=indexed)
 
     def __repr__(self) -> str:
         return f"{self.name}, index_topk_blocks={self._blocks}, layout={self.layout!r}"

@@ -136,3 +136,12 @@ class QuestState:
         other = object.__new__(QuestState)
         other.settings, other.bounds = self.settings, self.bounds.clone()
         return other
+
+    def saved(self, records: int) -> dict[str, torch.Tensor]:
+        """The bounds of the first `records` pages."""
+        return {"bounds": self.bounds[:, :records]}
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take what `saved` gave."""
+        bounds = tensors["bounds"]
+        self.bounds[:, : bounds.shape[1]] = bounds

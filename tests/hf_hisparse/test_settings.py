@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from transformers import Qwen3Config
+from transformers import DeepseekV3Config, Qwen3Config
 
 from hf_hisparse import HiSparseCache, Quest
 
@@ -71,6 +71,11 @@ def test_a_selector_is_one(selector):
 def test_some_layer_is_hosted():
     with pytest.raises(ValueError, match=r"dense_layers=4.*lower dense_layers"):
         HiSparseCache(CONFIG, Quest(64, 8, dense_layers=4))
+
+
+def test_latents_need_a_selection_of_the_models_own():
+    with pytest.raises(ValueError, match=r"'deepseek_v3' caches latents .*use DynamicCache"):
+        HiSparseCache(DeepseekV3Config(num_hidden_layers=4), Quest(64, 8))
 
 
 def test_the_model_is_a_model():

@@ -1,0 +1,166 @@
+"""Memory comes when it is needed and goes when it is not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import mmap
+
+import psutil
+import pytest
+import torch
+
+from hf_hisparse import HiSparseCache, Quest, host_memory
+from hf_hisparse.host_memory import PinnedArea, touch
+from tests.dsa_models import dsa_twins
+from tests.models import prompt
+
+SELECTOR = Quest(32, 4)
+MIB = 2**20
+
+
+def _resident_memory() -> int:
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.parametrize("populates", [True, False])
+def test_touch_takes_memory(monkeypatch, populates):
+    """With and without the system call that newer kernels have; several threads, odd sizes."""
+    if not populates:
+        monkeypatch.setattr(host_memory, "_MADV_POPULATE_WRITE", 10**6)
+    size = 3 * 2**26 + 4096
+    area = mmap.mmap(-1, size)
+    content = torch.frombuffer(area, dtype=torch.uint8)
+    before = _resident_memory()
+    touch(content.data_ptr(), size)
+    assert _resident_memory() - before > 0.9 * size
+    assert not content.any()
+
+
+def test_touch_touches_nothing_else():
+    content = torch.frombuffer(mmap.mmap(-1, 4 * 4096), dtype=torch.uint8).fill_(7)
+    touch(content.data_ptr() + 4096, 4096)
+    assert (content[:4096] == 7).all() and (content[8192:] == 7).all()
+
+
+class Driver:
+    """Stands in for the CUDA runtime: notes what is pinned, and refuses when told to."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.refuses = False
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.refuses:
+            return 2
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+    def cudaGetLastError(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    return driver
+
+
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_pinned_memory_is_given_back(driver, how):
+    area = PinnedArea(256 * MIB, pin=True)
+    before = _resident_memory()
+    for size in (3 * MIB, 40 * MIB, 100 * MIB):
+        area.grow(size)
+        area.bytes[size - 1] = 1
+    assert sum(driver.pinned.values()) == area.size >= 100 * MIB
+    assert _resident_memory() - before > 90 * MIB, "touched before it is pinned"
+    if how == "close":
+        area.close()
+        area.close()
+        assert area.size == 0
+    else:
+        del area
+        gc.collect()
+    assert not driver.pinned
+    assert _resident_memory() - before < 10 * MIB
+
+
+def test_pinning_refused(driver):
+    area = PinnedArea(64 * MIB, pin=True)
+    area.grow(MIB)
+    driver.refuses = True
+    with pytest.raises(MemoryError, match=r"refused to pin 7\.00 MiB .*\(error 2; .* available\).*ulimit -l"):
+        area.grow(8 * MIB)
+    assert area.size == MIB == sum(driver.pinned.values())
+
+
+def _filled(model, selector=SELECTOR) -> HiSparseCache:
+    cache = HiSparseCache(model, selector)
+    with torch.no_grad():
+        for rows in (50, 1):
+            model(prompt(2, rows, device=str(model.device)), past_key_values=cache)
+    return cache
+
+
+USES = {
+    "generate": lambda cache, model: model.generate(
+        prompt(2, 60, device=str(model.device)), past_key_values=cache, max_new_tokens=2
+    ),
+    "call": lambda cache, model: model(prompt(2, 3, device=str(model.device)), past_key_values=cache),
+    "get_seq_length": lambda cache, model: cache.get_seq_length(),
+    "crop": lambda cache, model: cache.crop(-1),
+    "reset": lambda cache, model: cache.reset(),
+    "reorder": lambda cache, model: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache, model: cache.batch_repeat_interleave(2),
+    "select": lambda cache, model: cache.batch_select_indices(torch.tensor([1])),
+    "copy": lambda cache, model: copy.deepcopy(cache),
+    "stats": lambda cache, model: cache.stats(),
+    "memory": lambda cache, model: cache.memory(),
+    "save": lambda cache, model: cache.save("/nowhere"),
+    "make_room": lambda cache, model: cache.make_room(1),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_cache_says_so(model, use):
+    cache = _filled(model)
+    cache.close()
+    cache.close()
+    with pytest.raises(RuntimeError, match="this HiSparseCache is closed: build a new one"):
+        USES[use](cache, model)
+    assert repr(cache) == "HiSparseCache(closed)"
+
+
+def test_close_gives_everything_back(device):
+    model = dsa_twins("glm_FSSF", device).enabled
+    with HiSparseCache(model) as cache:
+        with torch.no_grad():
+            model(prompt(1, 50, device=device), past_key_values=cache)
+        areas = [layer.pool.area for layer in cache.hosted_layers]
+        layers = [layer.position.data_ptr() for layer in cache.hosted_layers]
+        assert all(area.size for area in areas) and layers
+    assert not any(area.size for area in areas)
+    assert repr(cache) == "HiSparseCache(closed)"
+
+
+def test_a_context_manager_closes_after_an_error(model):
+    with pytest.raises(ZeroDivisionError), HiSparseCache(model, SELECTOR) as cache:
+        raise ZeroDivisionError
+    assert repr(cache) == "HiSparseCache(closed)"
+
+
+def test_a_copy_outlives_the_cache(model):
+    cache = _filled(model)
+    other, again = copy.deepcopy(cache), copy.deepcopy(cache)
+    with torch.no_grad():
+        expected = model(prompt(2, 3, 1, str(model.device)), past_key_values=again).logits
+        cache.close()
+        assert torch.equal(model(prompt(2, 3, 1, str(model.device)), past_key_values=other).logits, expected)
