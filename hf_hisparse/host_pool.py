@@ -179,9 +179,9 @@ class HostPool:
         data = records[first:stop]
         if self._permuted or self.batch != self.host_batch:
             head = torch.arange(self.heads, device=data.device)
-            rows = self.host_rows[:, first:stop].T[:, :, None].long()  # [n, batch, 1]
+            rows = self.host_rows[:, first:stop].T[:, :, None].long().to(data.device)  # [n, batch, 1]
             lanes = (rows * self.heads + head).flatten(1)
-            data = data.gather(1, lanes.to(data.device)[:, :, None].expand(-1, -1, data.shape[2]))
+            data = data.gather(1, lanes[:, :, None].expand(-1, -1, data.shape[2]))
         return data.transpose(0, 1)
 
     def unpack_tokens(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
