@@ -14,25 +14,11 @@ from transformers import Cache
 from transformers.generation import StoppingCriteria
 
 from eval.methods import Caches, kv_bytes
+from eval.prompts import Prompt
 from hf_hisparse import HiSparseCache
 
 # From 5.24 on models and `generate` also call it `cache`; `past_key_values` is the name that all versions know.
 warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids to answer.
-
-    Attributes
-    ----------
-    ids : list of int
-    question : int or None
-        Index of the first token of the question, behind the context; it is fed through decode steps. None: all is prefill.
-    """
-
-    ids: list[int]
-    question: int | None = None
 
 
 @dataclass(frozen=True)

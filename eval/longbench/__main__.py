@@ -34,8 +34,8 @@ from eval.longbench.compare import compare
 from eval.longbench.jobs import Job, chosen_tasks, v1_job, v2_job
 from eval.longbench.predict import predict, write_predictions
 from eval.longbench.prompts import load_config, load_v2_template
-from eval.longbench.report import report_row, table
 from eval.methods import METHODS, Caches, Method
+from eval.report import report_row, table
 
 # Left of the model's positions for the longest answer of v1 and the chat template.
 _RESERVED = 512 + 256

@@ -10,8 +10,9 @@ from typing import Any
 from eval.longbench import prompts, scores
 from eval.longbench.data import V2_FIELDS, Sample, load_v1, load_v2
 from eval.longbench.metrics import check_installed
-from eval.longbench.prompts import Config, Question
+from eval.longbench.prompts import Config
 from eval.longbench.tasks import TASKS
+from eval.prompts import Question
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from typing import Any
 from accelerate import PartialState
 from tqdm import tqdm
 
-from eval.answers import Prompt, answer
+from eval.answers import answer
 from eval.journal import Journal, read_journals, write_whole
+from eval.longbench import prompts
 from eval.longbench.data import keys
 from eval.longbench.jobs import Job
-from eval.longbench.prompts import encode
 from eval.methods import Caches
+from eval.prompts import Prompt, encode
 
 Entry = Mapping[str, Any]
 
@@ -54,7 +55,8 @@ def predict(
     )
     with Journal(folder / f"{job.name}.{state.process_index}.jsonl") as journal:
         for name, sample in bar:
-            prompt = encode(tokenizer, job.ask(sample), max_length, job.truncate, split)
+            question = prompts.cut(tokenizer, job.ask(sample), max_length, job.truncate)
+            prompt = encode(tokenizer, question, split)
             journal.append({"key": name, **_entry(job, caches, tokenizer, prompt)})
     state.wait_for_everyone()
     done = read_journals(folder.glob(f"{job.name}.*.jsonl"))

@@ -11,13 +11,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from eval.answers import Prompt
+from eval.prompts import Question
 
 _V2_LAST_LINE = (
     'Give your answer in exactly this form: "The correct answer is (A)", with the letter of your choice.'
@@ -41,24 +41,6 @@ class Config:
     prompts: dict[str, str]
     source: str
     max_new_tokens: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt before it is tokens.
-
-    Attributes
-    ----------
-    text : str
-    tail : str
-        The part of `text` behind the context.
-    chat : bool
-        Whether the model's chat template goes around it.
-    """
-
-    text: str
-    tail: str
-    chat: bool
 
 
 def load_config(config_dir: Path | None) -> Config:
@@ -137,50 +119,14 @@ def truncate_middle_v2(tokenizer: Any, text: str, max_length: int) -> str:
     return tokenizer.decode(ids[: max_length // 2] + ids[-max_length // 2 :], skip_special_tokens=True)
 
 
-def encode(
+def cut(
     tokenizer: Any,
     question: Question,
     max_length: int,
     truncate: Callable[[Any, str, int], str] = truncate_middle,
-    split: bool = False,
-) -> Prompt:
-    """Truncate, put the chat template around it, and tokenise.
-
-    With `split`, find where the question begins. It is what follows the context in the prompt's template, the chat
-    template's end included: its first token is the first that begins at or after the last occurrence of that text.
-
-    Raises
-    ------
-    ValueError
-        With `split`: if the truncation cuts the question, or the tokenizer does not say where its tokens begin.
-    """
-    text = truncate(tokenizer, question.text, max_length)
-    chat = question.chat and tokenizer.chat_template is not None
-    if chat:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,
-        )
-    # Chat templates write the special tokens themselves.
-    encoded = tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=split and tokenizer.is_fast)
-    if not split:
-        return Prompt(encoded.input_ids)
-    return Prompt(encoded.input_ids, _question_start(text, question.tail, encoded))
-
-
-def _question_start(text: str, tail: str, encoded: Any) -> int:
-    if "offset_mapping" not in encoded:
-        raise ValueError("--question-as-decode needs a fast tokenizer, one that says where its tokens begin")
-    tail = tail.strip()  # chat templates may strip white space
-    at = text.rfind(tail)
-    if at < 0:
-        raise ValueError(
-            f"the question alone, {tail[:60]!r}..., is longer than half of --max_length: raise it for --question-as-decode"
-        )
-    starts = [start for start, _ in encoded.offset_mapping]
-    return next((index for index, start in enumerate(starts) if start >= at), len(starts) - 1)
+) -> Question:
+    """The question with its text cut in the middle, before any chat template goes around it, as the official scripts do."""
+    return replace(question, text=truncate(tokenizer, question.text, max_length))
 
 
 def _find(folder: Path, name: str) -> Path:

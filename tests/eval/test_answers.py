@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from eval.answers import Prompt, answer
+from eval.answers import answer
 from eval.methods import Caches, Method
+from eval.prompts import Prompt
 
 from .. import models
 from ..oracle import quest_oracle

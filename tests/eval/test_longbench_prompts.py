@@ -8,8 +8,9 @@ import pytest
 
 from eval.longbench import prompts
 from eval.longbench.jobs import chosen_tasks
-from eval.longbench.prompts import Question, ask, encode
+from eval.longbench.prompts import ask, cut
 from eval.longbench.tasks import TASKS
+from eval.prompts import Question, encode
 
 from . import tiny
 
@@ -19,14 +20,14 @@ TEXT = "".join(chr(33 + i % 90) for i in range(100))  # a token a character, and
 @pytest.mark.parametrize("max_length", [10, 11, 40, 100])
 def test_truncation_keeps_the_halves_to_the_token(max_length):
     half = max_length // 2  # of 101 tokens; the first is `<s>`, counted and not kept
-    cut = prompts.truncate_middle(tiny.tokenizer(), TEXT, max_length)
-    assert cut == TEXT[: half - 1] + TEXT[-half:]
+    kept = prompts.truncate_middle(tiny.tokenizer(), TEXT, max_length)
+    assert kept == TEXT[: half - 1] + TEXT[-half:]
 
 
 @pytest.mark.parametrize(("max_length", "last"), [(10, 5), (11, 6)])
 def test_truncation_of_v2_keeps_the_odd_token_too(max_length, last):
-    cut = prompts.truncate_middle_v2(tiny.tokenizer(), TEXT, max_length)
-    assert cut == TEXT[:4] + TEXT[-last:]
+    kept = prompts.truncate_middle_v2(tiny.tokenizer(), TEXT, max_length)
+    assert kept == TEXT[:4] + TEXT[-last:]
 
 
 @pytest.mark.parametrize("truncate", [prompts.truncate_middle, prompts.truncate_middle_v2])
@@ -36,7 +37,7 @@ def test_what_fits_is_not_cut(truncate):
 
 def test_the_halves_are_joined_as_text_and_tokenised_again():
     tokenizer = tiny.tokenizer(merges=(("a", "b"),))
-    ids = encode(tokenizer, Question("azzzby", "", chat=False), 4).ids  # `<s> a` and `b y`
+    ids = encode(tokenizer, cut(tokenizer, Question("azzzby", "", chat=False), 4)).ids  # `<s> a` and `b y`
     assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "ab", "y"]
 
 
@@ -50,16 +51,16 @@ def test_a_template_of_v1_is_filled_as_format_does():
 def test_the_chat_template_goes_around_the_truncated_prompt():
     tokenizer = tiny.tokenizer()
     question = Question(TEXT, "", chat=True)
-    cut = prompts.truncate_middle(tokenizer, TEXT, 40)
-    ids = encode(tokenizer, question, 40).ids
-    assert tokenizer.decode(ids) == f"<s>user:\n{cut}\nanswer:\n"
+    kept = prompts.truncate_middle(tokenizer, TEXT, 40)
+    ids = encode(tokenizer, cut(tokenizer, question, 40)).ids
+    assert tokenizer.decode(ids) == f"<s>user:\n{kept}\nanswer:\n"
     assert ids.count(1) == 1  # the template's `<s>`, and no second one
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_no_template_where_there_is_none_or_none_is_wanted(chat):
     tokenizer = tiny.tokenizer(chat=not chat)
-    assert encode(tokenizer, Question(TEXT, "", chat=chat), 200).ids == tokenizer(TEXT).input_ids
+    assert encode(tokenizer, Question(TEXT, "", chat=chat)).ids == tokenizer(TEXT).input_ids
 
 
 def test_the_tasks_without_chat_template_are_the_official_ones():
@@ -74,27 +75,28 @@ def test_the_tasks_without_chat_template_are_the_official_ones():
 def test_the_question_begins_behind_the_context(max_length):
     tokenizer = tiny.tokenizer()
     question = Question(f"Read. {TEXT}\nAsked: Why? ", "\nAsked: Why? ", chat=True)
-    prompt = encode(tokenizer, question, max_length, split=True)
+    prompt = encode(tokenizer, cut(tokenizer, question, max_length), split=True)
     assert tokenizer.decode(prompt.ids[prompt.question :]) == "Asked: Why? \nanswer:\n"
 
 
 def test_a_token_that_holds_the_end_of_the_context_is_context():
     tokenizer = tiny.tokenizer(merges=(("z", "Q"),))
-    prompt = encode(tokenizer, Question("xyzQ?", "Q?", chat=False), 200, split=True)
+    prompt = encode(tokenizer, Question("xyzQ?", "Q?", chat=False), split=True)
     assert tokenizer.decode(prompt.ids[prompt.question :]) == "?"
 
 
 def test_the_last_place_counts_if_the_context_quotes_the_question():
     tokenizer = tiny.tokenizer()
-    prompt = encode(tokenizer, Question("Why? Why? Why?", " Why?", chat=False), 200, split=True)
+    prompt = encode(tokenizer, Question("Why? Why? Why?", " Why?", chat=False), split=True)
     assert tokenizer.decode(prompt.ids[prompt.question :]) == "Why?"
 
 
 def test_a_question_that_is_cut_cannot_be_split():
-    question = Question(f"{TEXT} A long question?", " A long question?", chat=False)
-    with pytest.raises(ValueError, match="longer than half of --max_length"):
-        encode(tiny.tokenizer(), question, 20, split=True)
-    assert encode(tiny.tokenizer(), question, 20).question is None
+    tokenizer = tiny.tokenizer()
+    question = cut(tokenizer, Question(f"{TEXT} A long question?", " A long question?", chat=False), 20)
+    with pytest.raises(ValueError, match=r"question 'A long question\?'\.\.\. was cut"):
+        encode(tokenizer, question, split=True)
+    assert encode(tokenizer, question).question is None
 
 
 def test_official_files_are_taken_from_a_folder(tmp_path):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.longbench.scores import Scores
-
 Row = dict[str, Any]
 
 
-def report_row(task: str, score: float | Scores, entries: Sequence[Mapping[str, Any]]) -> Row:
-    """One task's score and measures.
+def report_row(
+    task: str, score: float | Mapping[str, float | None], entries: Sequence[Mapping[str, Any]]
+) -> Row:
+    """One task's score, or scores by group, and the measures of its answers (see `eval.answers.Measures`).
 
     `sparse_steps` is a sum over samples, `prompt_tokens` and `new_tokens` are means, `peak_kv_bytes` is the largest,
     `hit_rate` is that of all records read, `tokens_per_s` counts new tokens after each answer's first.
@@ -20,11 +20,8 @@ def report_row(task: str, score: float | Scores, entries: Sequence[Mapping[str, 
     def total(name: str) -> float:
         return sum(entry[name] for entry in entries)
 
-    scores = (
-        {f"score {name}": value for name, value in score.items()}
-        if isinstance(score, dict)
-        else {"score": score}
-    )
+    grouped = isinstance(score, Mapping)
+    scores = {f"score {name}": value for name, value in score.items()} if grouped else {"score": score}
     later = total("new_tokens") - len(entries)
     return {
         "task": task,
