@@ -6,6 +6,7 @@ import csv
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ def driver_version() -> str:
         return "none"
 
 
+@cache
 def link_bandwidth(size: int = 2**28, repeats: int = 8) -> float:
-    """Host to device copy bandwidth from pinned memory, bytes per second; NaN without CUDA."""
+    """Host to device copy bandwidth from pinned memory, bytes per second; NaN without CUDA. Measured once."""
     if not torch.cuda.is_available():
         return float("nan")
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -60,9 +62,10 @@ def conditions() -> dict[str, Any]:
 def _arguments() -> list[str]:
     """The command line without the place of the output, which is no condition."""
     arguments = sys.argv[1:]
-    if "--output" in arguments:
-        at = arguments.index("--output")
-        arguments = arguments[:at] + arguments[at + 2 :]
+    for option in ("--output", "--output_dir"):
+        if option in arguments:
+            at = arguments.index(option)
+            arguments = arguments[:at] + arguments[at + 2 :]
     return arguments
 
 

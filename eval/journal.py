@@ -65,7 +65,7 @@ def read_journals(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     ValueError
         If a line that is not the last is not JSON: nothing here writes such a file.
     """
-    entries = {}
+    entries: dict[str, dict[str, Any]] = {}
     for path in sorted(paths):
         *lines, _torn = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):

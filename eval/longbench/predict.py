@@ -64,13 +64,13 @@ def predict(
 
 
 def _entry(job: Job, caches: Caches, tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
-    stops = _newline_stops(tokenizer) if job.stop_at_newline else None
+    stops = newline_stops(tokenizer) if job.stop_at_newline else None
     result = answer(caches, prompt, job.max_new_tokens, stop_tokens=stops)
     pred = tokenizer.decode(result.tokens, skip_special_tokens=True)
     return {"pred": pred, "tokens": result.tokens, **asdict(result.measures)}
 
 
-def _newline_stops(tokenizer: Any) -> list[int]:
+def newline_stops(tokenizer: Any) -> list[int]:
     """What officially ends an answer of samsum."""
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     return [token for token in (tokenizer.eos_token_id, newline) if token is not None]

@@ -104,6 +104,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Ask, score, draw."""
     plan = Plan(args.tasks, args.lengths, args.depths, args.samples, args.seed)
+    conditions()  # measures the link, which needs memory that the model may leave none of
     model, tokenizer = models.load(args.model, args.device, args.dtype)
     settings = {
         name: getattr(args, name) for name in ("model", "token_budget", "device_buffer_tokens", "seed")

@@ -8,6 +8,7 @@ import pytest
 
 from eval.longbench import prompts
 from eval.longbench.jobs import chosen_tasks
+from eval.longbench.predict import newline_stops
 from eval.longbench.prompts import ask, cut
 from eval.longbench.tasks import TASKS
 from eval.prompts import Question, encode
@@ -69,6 +70,11 @@ def test_the_tasks_without_chat_template_are_the_official_ones():
     assert {name for name, task in TASKS.items() if task.first_line} == plain - {"lcc", "repobench-p"}
     assert [name for name, task in TASKS.items() if task.stop_at_newline] == ["samsum"]
     assert len(TASKS) == 21 and len(chosen_tasks(None, e=True)) == 13
+
+
+def test_samsum_ends_at_the_text_end_or_a_newline():
+    tokenizer = tiny.tokenizer()
+    assert tokenizer.convert_ids_to_tokens(newline_stops(tokenizer)) == ["</s>", "Ċ"]
 
 
 @pytest.mark.parametrize("max_length", [200, 60])
