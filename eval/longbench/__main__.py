@@ -28,11 +28,11 @@ import torch
 from accelerate import PartialState
 
 from eval import models
-from eval.environment import conditions, write_csv
+from eval.environment import conditions, read_csv, write_csv
 from eval.journal import claim, write_whole
 from eval.longbench.compare import compare
-from eval.longbench.jobs import Job, chosen_tasks, v1_job, v2_job
-from eval.longbench.predict import predict, write_predictions
+from eval.longbench.jobs import V2, Job, chosen_tasks, v1_job, v2_job
+from eval.longbench.predict import Entry, predict, write_predictions
 from eval.longbench.prompts import load_config, load_v2_template
 from eval.methods import METHODS, Caches, Method
 from eval.report import report_row, table
@@ -106,10 +106,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Predict, score, report."""
-    on_cpu = not torch.cuda.is_available()
-    state = PartialState(
-        cpu=on_cpu, timeout=timedelta(days=30)
-    )  # all wait for the slowest, however long it takes
+    # All processes wait for the slowest, however long it takes.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
     method = Method(args.method, args.token_budget, args.device_buffer_tokens)
     name = f"{models.short_name(args.model)}-{method.name}"
     folder = args.output_dir / ("longbench_v2" if args.v2 else "pred_e" if args.e else "pred") / name
@@ -133,20 +131,33 @@ def run(args: argparse.Namespace) -> int:
         claim(folder, settings)
     state.wait_for_everyone()
 
-    results: dict[str, Any] = {}
     rows = []
     for job in jobs:
         entries = predict(
             job, folder / "journal", caches, tokenizer, max_length, args.question_as_decode, state
         )
         if state.is_main_process:
-            results[job.name] = job.score(write_predictions(job, entries))
-            rows.append({**report_row(job.name, results[job.name], entries), "method": method.name})
-            write_result(folder, results[job.name] if args.v2 else results)
-            write_csv(folder / "report.csv", rows)
+            rows.append(finish(job, entries, method, folder))
     if state.is_main_process:
         print(f"{table(rows)}\nwritten: {folder}")
     return 0
+
+
+def finish(job: Job, entries: list[Entry], method: Method, folder: Path) -> dict[str, Any]:
+    """Write a job's predictions and its scores beside those that `folder` has of other jobs; returns its row of the report.
+
+    `result.json` is for v1 and -E as official, for v2 it has the columns of the official `result.txt`.
+    """
+    score = job.score(write_predictions(job, entries))
+    path = folder / "result.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results |= score if job.name == V2 else {job.name: score}
+    write_whole(path, json.dumps(results, ensure_ascii=False, indent=4) + "\n")
+    row = {"method": method.name, **report_row(job.name, score, entries)}
+    path = folder / "report.csv"
+    others = [other for other in read_csv(path) if other["task"] != job.name]
+    write_csv(path, [*others, row])
+    return row
 
 
 def make_jobs(args: argparse.Namespace, folder: Path, name: str) -> tuple[list[Job], str]:
@@ -165,16 +176,10 @@ def _digest(prompts: str | dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def write_result(folder: Path, results: Any) -> None:
-    """Write `result.json`: for v1 and -E as official, for v2 the columns of the official `result.txt`."""
-    write_whole(folder / "result.json", json.dumps(results, ensure_ascii=False, indent=4) + "\n")
-
-
 def run_compare(one: Path, other: Path) -> int:
     """Print whether two runs predicted the same; 1 if not."""
     equal, differences = compare(one, other)
-    print("\n".join(differences))
-    print(f"{equal} predictions are identical, {len(differences)} differences")
+    print(*differences, f"{equal} predictions are identical, {len(differences)} differences", sep="\n")
     return 1 if differences else 0
 
 

@@ -14,6 +14,8 @@ from eval.longbench.prompts import Config
 from eval.longbench.tasks import TASKS
 from eval.prompts import Question
 
+V2 = "longbench_v2"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -87,7 +89,7 @@ def v2_job(template: str, path: Path, data_dir: Path | None = None, limit: int |
         }
 
     return Job(
-        name="longbench_v2",
+        name=V2,
         samples=load_v2(data_dir, limit),
         path=path,
         max_new_tokens=128,

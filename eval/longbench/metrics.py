@@ -56,9 +56,8 @@ def classification(prediction: str, answer: str, classes: Sequence[str] | None =
     if classes is None:
         raise ValueError("a sample of a classification task needs all_classes")
     named = [name for name in classes if name in prediction]
-    for (
-        name
-    ) in named:  # officially the list shrinks under the loop, so what follows a removed name is not looked at
+    # Officially the list shrinks under the loop, so what follows a removed name is not looked at.
+    for name in named:
         if name in answer and name != answer:
             named.remove(name)
     return 1 / len(named) if answer in named else 0.0

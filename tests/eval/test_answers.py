@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from eval.answers import answer
 from eval.methods import Caches, Method
@@ -105,6 +106,21 @@ def test_quantized_keeps_a_fraction(twins):
     [found] = answers(model, Method("quantized"), [Prompt(IDS)])
     [dense] = answers(model, Method("dynamic"), [Prompt(IDS)])
     assert found.measures.kv_bytes < dense.measures.kv_bytes / 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("question", [None, 300])
+def test_every_method_on_a_gpu(question, twins):
+    native, enabled = twins("qwen3", "cuda")
+    prompt = [Prompt(IDS, question)]
+    [dense], [offloaded] = (answers(native, Method(name), prompt) for name in ("dynamic", "offloaded"))
+    assert offloaded.tokens == dense.tokens
+    assert 0 < offloaded.measures.kv_bytes < dense.measures.kv_bytes
+    small, resident = (
+        answers(enabled, Method(name, BUDGET), prompt)[0] for name in ("hisparse", "hisparse-resident")
+    )
+    assert small.tokens == resident.tokens
+    assert small.measures.hits < small.measures.selected == resident.measures.hits
 
 
 def test_a_model_that_selects_by_itself_takes_no_budget():

@@ -249,6 +249,16 @@ def test_two_processes_share_the_samples_and_merge_in_order(place, tmp_path, und
     assert (folder / "hotpotqa.jsonl").read_bytes() == undisturbed
 
 
+def test_scores_of_other_tasks_stay(place, tmp_path):
+    for task in ("trec", "hotpotqa", "trec"):
+        main(command(place, tmp_path, "--method", "dynamic", "--tasks", task, "--limit", "1"))
+    folder = tmp_path / "pred" / "tiny-dynamic"
+    assert set(json.loads((folder / "result.json").read_text())) == {"trec", "hotpotqa"}
+    rows = list(csv.DictReader((folder / "report.csv").open()))
+    assert [row["task"] for row in rows] == ["hotpotqa", "trec"]
+    assert {row["torch"] for row in rows} == {torch.__version__}
+
+
 def test_settings_are_not_mixed(place, tmp_path):
     main(command(place, tmp_path, *SPARSE, "--tasks", "trec", "--limit", "1"))
     with pytest.raises(SystemExit, match="token_budget=64 there, 128 asked"):

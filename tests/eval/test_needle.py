@@ -34,6 +34,13 @@ def test_a_prompt_and_its_answer_fill_the_length(name):
     assert 0.97 * LENGTH < tokens <= LENGTH
 
 
+def test_no_prompt_is_longer_than_the_length():
+    # A line is some 45 tokens, more or less; so at some of these lengths hardly any room is left over.
+    for probe in probes("niah_multikey_2", lengths=range(880, 930, 10), samples=10):
+        tokens = len(encode(tiny.tokenizer(), probe.question).ids) + probe.max_new_tokens
+        assert tokens <= probe.length
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_the_text_holds_the_answer_and_the_question_does_not(name):
     [probe] = probes(name)
