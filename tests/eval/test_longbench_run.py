@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from eval.longbench.__main__ import main
+from eval.longbench.data import keys, load_v1, load_v2
 
 from . import tiny
 
@@ -247,6 +248,32 @@ def test_two_processes_share_the_samples_and_merge_in_order(place, tmp_path, und
         [f"hotpotqa-{i}" for i in range(rank, SAMPLES, 2)] for rank in (0, 1)
     ]
     assert (folder / "hotpotqa.jsonl").read_bytes() == undisturbed
+
+
+def test_samples_from_the_hub(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        fields = {"question": "Why?", "context": "c", "answers": ["a"], "length": 1, "all_classes": None}
+        return [fields, {**fields, "input": "How?", "_id": "x"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = load_v1("qasper", e=True, data_dir=None, limit=None)
+    assert [(sample["_id"], sample["input"]) for sample in found] == [("qasper_e-0", "Why?"), ("x", "How?")]
+    assert asked == [(("Xnhyacinth/LongBench", "qasper_e"), {"split": "test"})]
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"no network\): give the official files with --data_dir"):
+        load_v2(None, limit=None)
+
+
+def test_samples_that_share_an_id_are_kept_apart():
+    assert keys([{"_id": "a"}, {"_id": "b"}, {"_id": "a"}]) == ["a", "b", "a#2"]
 
 
 def test_scores_of_other_tasks_stay(place, tmp_path):
