@@ -92,7 +92,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--question-as-decode",
         action="store_true",
-        help="prefill the context only; feed the question through decode steps",
+        help="prefill the context only; feed the question, all that follows the context in the prompt, through decode steps",
     )
     add("--output_dir", type=Path, default=Path("eval_output/longbench"), help="(%(default)s)")
     args = parser.parse_args(argv)
@@ -151,7 +151,7 @@ def finish(job: Job, entries: list[Entry], method: Method, folder: Path) -> dict
     score = job.score(write_predictions(job, entries))
     path = folder / "result.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    results |= score if job.name == V2 else {job.name: score}
+    results |= score if job.name == V2 and isinstance(score, dict) else {job.name: score}
     write_whole(path, json.dumps(results, ensure_ascii=False, indent=4) + "\n")
     row = {"method": method.name, **report_row(job.name, score, entries)}
     path = folder / "report.csv"

@@ -45,14 +45,7 @@ def predict(
     missing = [(name, sample) for name, sample in zip(names, job.samples, strict=True) if name not in done]
     mine = missing[state.process_index :: state.num_processes]
     state.wait_for_everyone()  # all have read before any writes, or their shares would overlap
-    bar = tqdm(
-        mine,
-        desc=job.name,
-        unit="sample",
-        initial=0,
-        disable=not state.is_local_main_process,
-        dynamic_ncols=True,
-    )
+    bar = tqdm(mine, desc=job.name, unit="sample", disable=not state.is_local_main_process)
     with Journal(folder / f"{job.name}.{state.process_index}.jsonl") as journal:
         for name, sample in bar:
             question = prompts.cut(tokenizer, job.ask(sample), max_length, job.truncate)

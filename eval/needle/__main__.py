@@ -138,7 +138,7 @@ def ask(caches: Caches, tokenizer: Any, probes: Sequence[Probe], path: Path, spl
     done = read_journals([path] if path.exists() else [])
     missing = [probe for probe in probes if probe.key not in done]
     with Journal(path) as journal:
-        for probe in tqdm(missing, desc=caches.method.name, unit="prompt", dynamic_ncols=True):
+        for probe in tqdm(missing, desc=caches.method.name, unit="prompt"):
             prompt = encode(tokenizer, probe.question, split)
             result = answer(caches, prompt, probe.max_new_tokens)
             text = tokenizer.decode(result.tokens, skip_special_tokens=True)
@@ -176,11 +176,12 @@ def compare(probes: Sequence[Probe], found: Mapping[str, Entries]) -> int:
 
 def _caption(args: argparse.Namespace, dtype: str) -> str:
     under = conditions()
+    where = under["gpu"] if torch.cuda.is_available() else "on a CPU"
     sparse = f"sparse methods read {args.token_budget} tokens per step and KV head"
     if args.question_as_decode:
         sparse += ", the question fed through decode steps"
     return (
-        f"{models.short_name(args.model)}, {dtype}, {under['gpu']}, torch {under['torch']}, "
+        f"{models.short_name(args.model)}, {dtype.removeprefix('torch.')}, {where}, torch {under['torch']}, "
         f"transformers {under['transformers']}; {sparse}\n{under['command']}"
     )
 

@@ -76,9 +76,18 @@ def _panel(axes: Any, rows: Sequence[Row], ys: list[Any], title: str) -> Any:
     lengths = _values(rows, "length")
     scores = {(row[name], row["length"]): row["score"] for row in rows}
     grid = [[scores.get((y, length), float("nan")) for length in lengths] for y in ys]
-    image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    image = axes.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for (y, length), score in scores.items():
-        axes.text(lengths.index(length), ys.index(y), f"{score:.0f}", ha="center", va="center", fontsize=8)
+        readable = "black" if score > 60 else "white"
+        axes.text(
+            lengths.index(length),
+            ys.index(y),
+            f"{score:.0f}",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=readable,
+        )
     axes.set_title(title, fontsize=10)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
     axes.set_yticks(range(len(ys)), [f"{y:.0%}" if by_depth else y for y in ys], fontsize=8)
