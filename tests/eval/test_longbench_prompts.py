@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -129,6 +130,7 @@ def lm_eval(folder, monkeypatch, **texts):
     for name, text in texts.items():
         path = folder / "lm_eval" / "tasks" / "longbench" / f"{name.replace('_p', '-p')}.yaml"
         path.write_text(YAML.format(name=name, text=text))
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)  # the installed one
     monkeypatch.syspath_prepend(folder)
 
 
