@@ -46,9 +46,10 @@ def conditions() -> dict[str, Any]:
 def _arguments() -> list[str]:
     """The command line without the place of the output, which is no condition."""
     arguments = sys.argv[1:]
-    if "--output" in arguments:
-        at = arguments.index("--output")
-        arguments = arguments[:at] + arguments[at + 2 :]
+    for option in ("--output", "--output_dir"):
+        if option in arguments:
+            at = arguments.index(option)
+            arguments = arguments[:at] + arguments[at + 2 :]
     return arguments
 
 
@@ -58,11 +59,22 @@ def _program() -> str:
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows, each with the conditions they were measured under; the file is replaced."""
+    """Write the rows, each with the conditions it was measured under; the file is replaced.
+
+    A row that `read_csv` gave keeps the conditions it had.
+    """
     shared = conditions()
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = list(dict.fromkeys(name for row in rows for name in row)) + list(shared)
+    names = [*dict.fromkeys(name for row in rows for name in row if name not in shared), *shared]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
-        writer.writerows({**row, **shared} for row in rows)
+        writer.writerows({**shared, **row} for row in rows)
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that `write_csv` wrote, as text; none if it is not there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 
+@cache
 def link_bandwidth(size: int = 2**28, repeats: int = 8) -> float:
-    """Host to device copy bandwidth from pinned memory, bytes per second; NaN without CUDA."""
+    """Host to device copy bandwidth from pinned memory, bytes per second; NaN without CUDA. Measured once."""
     if not torch.cuda.is_available():
         return float("nan")
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -15,39 +15,18 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.generation import StoppingCriteria
+from transformers import Cache, PreTrainedModel
 
+from eval.answers import Clock
 from eval.environment import write_csv
+from eval.methods import Caches, Method, kv_bytes
 from eval.shapes import SHAPES, build
-from hf_hisparse import HiSparseCache, Quest, disable
-
-
-class Clock(StoppingCriteria):
-    """A stopping criterion that never stops: `generate` calls it once a token, and it notes when."""
-
-    def __init__(self, bar: tqdm) -> None:
-        self.times: list[float] = []
-        self.bar = bar
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
-        self.bar.update()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def kv_on_device(cache: Cache, device: torch.device) -> int:
-    """Bytes of keys and values of a transformers cache that lie on `device`, between two steps."""
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None and tensor.device == device)
+from hf_hisparse import HiSparseCache, Quest
 
 
 def measure(
@@ -95,23 +74,15 @@ def measure(
             "host_bytes": memory.host_bytes,
         }
     else:
-        result["native_bytes"] = kv_on_device(cache, ids.device)
+        result["native_bytes"] = kv_bytes(cache, ids.device)
     return result
 
 
-def caches(
-    model: PreTrainedModel, quest: Quest, buffer_tokens: int, length: int
-) -> dict[str, Callable[[], Cache]]:
-    """The contenders: each entry makes a fresh cache for one run of `length` tokens in all."""
-    resident = -(-length // quest.page_size) * quest.page_size
-    return {
-        "dynamic": lambda: DynamicCache(config=model.config),
-        "offloaded": lambda: DynamicCache(config=model.config, offloading=True),
-        "hisparse": lambda: HiSparseCache(model, quest, device_buffer_tokens=buffer_tokens),
-        "hisparse-resident": lambda: HiSparseCache(
-            model, quest, device_buffer_tokens=max(resident, quest.token_budget)
-        ),
-    }
+def method(name: str, args: argparse.Namespace) -> Method:
+    """The contender of this name; the dense ones have no settings."""
+    if not name.startswith("hisparse"):
+        return Method(name)
+    return Method(name, args.token_budget, args.device_buffer_tokens)
 
 
 def formula_bytes(model: PreTrainedModel, quest: Quest, buffer_tokens: int, batch: int) -> int:
@@ -158,14 +129,11 @@ def main() -> None:
         for batch in args.batches:
             torch.manual_seed(context + batch)
             ids = torch.randint(10, model.config.vocab_size, (batch, context), device=device)
-            makers = caches(model, quest, args.device_buffer_tokens, context + args.new_tokens)
             for name in args.caches:
                 tokens = (
                     min(args.new_tokens, args.offloaded_tokens) if name == "offloaded" else args.new_tokens
                 )
-                if not name.startswith("hisparse"):
-                    disable(model)
-                cache = makers[name]()
+                cache = Caches(model, method(name, args)).empty(context + args.new_tokens)
                 row = {
                     "model": args.model,
                     "dtype": str(dtype),
