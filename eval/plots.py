@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 Row = dict[str, str]
 
@@ -51,10 +52,14 @@ def plot_msa(rows: list[Row], target: Path) -> None:
         bars = sorted(own.values(), key=lambda row: list(_COLOURS).index(row["way"]))
         for panel, measure in zip(panels[:, column], ("ms_per_step", "MB_moved_per_step"), strict=True):
             _bars(panel, bars, measure)
+        panels[0, column].set_yscale("log")  # the model's own way takes tens of times as long
+        panels[0, column].set_ylim(bottom=1)
+        panels[0, column].yaxis.set_major_formatter("{x:g}")
+        panels[0, column].yaxis.set_minor_formatter(NullFormatter())
         panels[0, column].set_title(f"history {history:,} tokens, batch {batch}", fontsize=10)
         labels = [_label(row) for row in bars]
         panels[1, column].set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize=8)
-    panels[0, 0].set_ylabel("ms per decode step (median)")
+    panels[0, 0].set_ylabel("ms per decode step (median), log")
     panels[1, 0].set_ylabel("MB moved per decode step")
     ways = [way for way in _COLOURS if any(row["way"] == way for row in rows)]
     marks = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[way]) for way in ways]
