@@ -132,6 +132,9 @@ class HiSparseCache(Cache):
         buffer_tokens = checked_buffer(device_buffer_tokens, family)
         if not isinstance(decode_rows, int) or isinstance(decode_rows, bool) or decode_rows < 1:
             raise ValueError(f"decode_rows={decode_rows!r}, must be a whole number of at least 1")
+        for name, value in (("verify", verify), ("graphs", graphs), ("prefetch", prefetch)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}, must be True or False")
         host_limit = HostLimit(host_memory)
         # Addresses only: a layer can at most hold what its share of the machine's memory allows.
         self._settings = LayerSettings(
@@ -251,8 +254,9 @@ class HiSparseCache(Cache):
                 f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "
                 "one of them"
             )
-        self._check_whole()
+        self.check_whole()
         self.make_room_for(key_states, value_states)
+        self._stream.forget()
         if key_states.shape[2] > self._settings.decode_rows:
             self._stream.begin()
 
@@ -301,7 +305,8 @@ class HiSparseCache(Cache):
                 most,
             )
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """Refuse to go on after a call that did not finish (RuntimeError)."""
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
         if len(lengths) > 1 or any(layer.interrupted for layer in self.hosted_layers):
             raise RuntimeError(
@@ -376,7 +381,7 @@ class HiSparseCache(Cache):
 
     def make_room(self, tokens: int) -> None:
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
-        self._check_whole()
+        self.check_whole()
         total = self.get_seq_length() + tokens
         self._note_positions(total)
         if total <= self.capacity:
@@ -405,7 +410,7 @@ class HiSparseCache(Cache):
             For a positive number, from transformers 5.20 on.
         """
         tokens = int(tokens_to_remove)
-        self._check_whole()
+        self.check_whole()
         if tokens > 0:
             if not _CROP_TAKES_LENGTHS:
                 raise ValueError(
@@ -427,6 +432,7 @@ class HiSparseCache(Cache):
             else:
                 self.layers[index] = fresh[index]
         self.padding.reset()
+        self._stream.forget()
         self._states.clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -436,8 +442,12 @@ class HiSparseCache(Cache):
         self._rows_changed(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
+        """Repeat each batch row `repeats` times, at least once (ValueError)."""
         self._refuse_while_recording("batch_repeat_interleave")
+        if repeats < 1:
+            raise ValueError(
+                f"batch_repeat_interleave({repeats}) leaves no row, repeats must be at least 1: call reset() to empty the cache"
+            )
         held = self.memory()
         self._limits.host.check(held.host_bytes * repeats, held, f"{repeats} copies of each row")
         rows = torch.arange(self._batch).repeat_interleave(repeats)
@@ -496,7 +506,7 @@ class HiSparseCache(Cache):
         MemoryError
             If the host cannot hold a second copy.
         """
-        self._check_whole()
+        self.check_whole()
         if (
             self._limits.host.size is None
         ):  # else the copy is as large as this one, and has the same limit to itself
@@ -532,7 +542,7 @@ class HiSparseCache(Cache):
         OSError
             If the disk has too little room.
         """
-        self._check_whole()
+        self.check_whole()
         saved.save(self, path)
 
     @classmethod
@@ -613,6 +623,8 @@ class HiSparseCache(Cache):
             raise ValueError(
                 "record_trace: a trace is of one hot buffer, those of device_memory change: give device_buffer_tokens instead"
             )
+        if not isinstance(path, str | Path):
+            raise ValueError(f"record_trace: path={path!r}, must be a file's name")
         family = self._family
         header = {
             "model": Path(self._config.name_or_path or "").name or self._config.model_type,

@@ -38,6 +38,10 @@ class HistoryStream:
         self._layers = [weakref.ref(layer) for layer in layers]  # which refer to this stream
         self._coming: _Coming | None = None
 
+    def forget(self) -> None:
+        """What is under way is of a call that did not finish."""
+        self._coming = None
+
     def begin(self) -> None:
         """A long call begins: bring the first layer's records."""
         first = self._layers[0]()

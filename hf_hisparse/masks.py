@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -32,9 +33,20 @@ def check_mask(mask: object, layer: HostedLayer, rows: int) -> None:
         If the mask differs between heads, is a bias, does not fit the tokens held, lets a decode call read later keys, or shows
         tokens that were hidden when they came.
     """
-    if layer.padding.capturing or getattr(mask, _CHECKED, False):
+    if layer.padding.capturing:
         return
     total, where = layer.get_seq_length(), layer.name
+    # What was found holds for this cache, at this length, under these settings.
+    asked = (
+        weakref.ref(layer.padding),
+        total,
+        rows,
+        layer.settings.decode_rows,
+        layer.model_selects,
+        _version(mask),
+    )
+    if mask is not None and getattr(mask, _CHECKED, None) == asked:
+        return
     start = total - rows
     if mask is None:
         if layer.padding.hides(start, total):
@@ -65,7 +77,12 @@ def check_mask(mask: object, layer: HostedLayer, rows: int) -> None:
             f"{where}: the attention mask shows some of the {start} tokens held that were hidden when they came, so that the "
             "selector knows nothing of them: keep the mask of earlier tokens, or reset() and start again"
         )
-    setattr(mask, _CHECKED, True)
+    setattr(mask, _CHECKED, asked)
+
+
+def _version(mask: object) -> int:
+    """Changes when a mask is edited in place; torch does not tell for one that was made in inference mode."""
+    return 0 if not isinstance(mask, torch.Tensor) or mask.is_inference() else mask._version
 
 
 @overload
@@ -90,9 +107,11 @@ def hides_new(mask: torch.Tensor | None, count: int) -> bool:
     """Whether any of the last `count` keys is padding; looked at once."""
     if mask is None:
         return False
-    if not hasattr(mask, _HIDES_NEW):
-        setattr(mask, _HIDES_NEW, not bool(valid_tokens(allowed_keys(mask, mask.shape[0]), count).all()))  # type: ignore[union-attr]
-    return getattr(mask, _HIDES_NEW)
+    asked = (count, _version(mask))
+    if getattr(mask, _HIDES_NEW, (None,))[0] != asked:
+        valid = valid_tokens(allowed_keys(mask, mask.shape[0]), count)
+        setattr(mask, _HIDES_NEW, (asked, not bool(valid.all())))  # type: ignore[union-attr]
+    return getattr(mask, _HIDES_NEW)[1]
 
 
 def causal_rows(allowed: torch.Tensor, start: int) -> torch.Tensor:

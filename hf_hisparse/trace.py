@@ -120,6 +120,11 @@ class TraceRecorder:
         if self._cache is None:
             return
         try:
+            self._cache.check_whole()
+        except RuntimeError as error:
+            self._detach()
+            raise RuntimeError(f"no trace is written to {self.path}: {error}") from error
+        try:
             content = self._content(self._cache.hosted_layers)
         finally:
             self._detach()

@@ -143,7 +143,8 @@ def family_of(
         )
     if layout != "per_group" and not blocks:
         raise ValueError(
-            f"layout={layout!r} is for models that select blocks per KV head (MiniMax-M3), {decoder.model_type!r} does not"
+            f"layout={layout!r} is for models that select blocks per KV head (MiniMax-M3), {decoder.model_type!r} does not: "
+            "leave layout out"
         )
     if latent:
         indexed = _latent_layers(decoder, layers, selector)

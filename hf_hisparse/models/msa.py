@@ -74,7 +74,20 @@ class BlockLayer(HostedLayer):
         return self.state.write(idx_k[:, 0], self.new_tokens().start)[:, None]
 
     def check_padding(self, valid: torch.Tensor) -> None:
-        """Refuse padding on the left, bool ``[batch, tokens]`` of the first call, False for padding (ValueError)."""
+        """Refuse padding on the left, and more on the right than a query can look past (ValueError).
+
+        Parameters
+        ----------
+        valid : bool ``[batch, tokens]``
+            All tokens so far, False for padding.
+        """
+        hidden, most = int((valid == 0).sum(1).max()), (self.settings.blocks - 1) * self.settings.block_size
+        if hidden > most:
+            raise ValueError(
+                f"{self.name}: a batch row has {hidden} tokens of padding; of more than {most} MiniMax-M3 may select nothing but "
+                "padding, and then reads all keys alike, which decode over selected blocks does not do: pass prompts of more "
+                "equal length, or run them one by one"
+            )
         if not bool(valid[:, 0].all()):
             row = int((~valid[:, 0]).nonzero()[0])
             raise ValueError(
@@ -185,8 +198,10 @@ class BlockLayer(HostedLayer):
 
     def _note(self, allowed: torch.Tensor | None, count: int) -> None:
         valid = valid_tokens(allowed, count)
-        if valid is not None and self.new_tokens().start == 0:
-            self.check_padding(valid)
+        start = self.new_tokens().start
+        if valid is not None and (count > 1 or not start):  # a mask that the caller made was not seen before
+            earlier = self.padding.between(0, start, valid.device) if start else None
+            self.check_padding(valid if earlier is None else torch.cat([earlier, valid], dim=1))
         self.note_padding(valid)
 
     def _prefill(

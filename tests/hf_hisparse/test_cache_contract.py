@@ -339,6 +339,8 @@ def test_rows_can_be_reordered_into_fewer(model):
         model(prompt(2, 3, device=device), past_key_values=cache)
     with pytest.raises(ValueError, match="keeps none of 2 rows"):
         cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    with pytest.raises(ValueError, match=r"batch_repeat_interleave\(0\) leaves no row"):
+        cache.batch_repeat_interleave(0)
     cache.batch_select_indices([1])
     with torch.no_grad():
         model(prompt(1, 3, device=device), past_key_values=cache)

@@ -302,6 +302,28 @@ def test_a_decode_call_that_reads_ahead(model):
     model(prompt(1, 20, device=device), attention_mask=mask, past_key_values=cache)
 
 
+def test_what_a_mask_was_checked_for_holds_for_that_call_alone(model):
+    """The same tensor, handed to a cache of other settings, at another length, or edited."""
+    device = str(model.device)
+    ids = prompt(1, 20, device=device)
+    every = torch.ones(1, 1, 20, 20, dtype=torch.bool, device=device)
+    model(ids, attention_mask=every, past_key_values=HiSparseCache(model, SELECTOR, decode_rows=4))
+    with pytest.raises(ValueError, match="later keys"):
+        model(ids, attention_mask=every, past_key_values=HiSparseCache(model, SELECTOR, decode_rows=32))
+
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    model(ids, past_key_values=cache)
+    step = torch.zeros(1, 1, 1, 21, device=device)
+    model(ids[:, :1], attention_mask=step, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"1, 21\].*\[batch, 1, 1, 22\]"):
+        model(ids[:, :1], attention_mask=step, past_key_values=cache)
+    cache.reset()
+    model(ids, past_key_values=cache)
+    step[..., :10] = -5.0
+    with pytest.raises(ValueError, match="bias, -5"):
+        model(ids[:, :1], attention_mask=step, past_key_values=cache)
+
+
 def test_a_mask_that_shows_what_was_hidden(model):
     device = str(model.device)
     mask = torch.ones(1, 60, dtype=torch.long, device=device)

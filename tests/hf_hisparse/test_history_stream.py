@@ -112,3 +112,17 @@ def test_what_an_interrupted_call_left_is_not_taken_for_the_next_prompt(model):
     torch.testing.assert_close(
         got, _chunks(model, DynamicCache(config=model.config), two), atol=1e-4, rtol=1e-3
     )
+
+
+@pytest.mark.parametrize("what", ["a short call", "reset"])
+def test_what_is_under_way_is_dropped(model, what):
+    """Whatever comes after an interrupted call, its records are of no use to it."""
+    cache = _cache(model)
+    ids = prompt(1, CHUNK, device=str(model.device))
+    _chunks(model, cache, ids)
+    cache._stream._coming = "left by a call that did not finish"
+    if what == "reset":
+        cache.reset()
+    else:
+        _chunks(model, cache, ids[:, :3])
+    assert cache._stream._coming is None

@@ -170,13 +170,45 @@ def test_padding_on_the_right(layout):
     ours, theirs = HiSparseCache(enabled, layout=layout, verify=True), _own_cache(native)
     ids = prompt(2, 300)
     mask = torch.ones_like(ids)
-    mask[1, 211:] = 0
+    mask[1, 276:] = 0  # 24 tokens, of which no query can select nothing but padding
     for rows in (300, 5, 1, 40, 1, 1):
         step = ids if rows == 300 else prompt(2, rows, seed=rows)
         mask = mask if rows == 300 else torch.cat([mask, mask.new_ones(2, rows)], dim=1)
         expected, logits = _logits(native, step, theirs, mask), _logits(enabled, step, ours, mask)
         seen = mask[:, -rows:].bool()
         torch.testing.assert_close(logits[seen], expected[seen], atol=1e-4, rtol=0)
+
+
+def test_more_padding_than_a_query_can_look_past(model):
+    """Then it may select nothing but padding, and the model would have it read all keys alike."""
+    ids = prompt(2, 120, device=str(model.device))
+    mask = torch.ones_like(ids)
+    mask[1, 95:] = 0
+    cache = HiSparseCache(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"25 tokens of padding; of more than 24 .* run them one by one"):
+            _logits(model, ids, cache, mask)
+    assert cache.get_seq_length() == 0
+    mask[1, 95] = 1
+    _logits(model, ids, cache, mask)
+    more = torch.cat([mask, mask.new_tensor([[1, 1, 1], [1, 1, 0]])], dim=1)
+    with pytest.raises(ValueError, match="25 tokens of padding"):
+        _logits(model, ids[:, :3], cache, more)
+    assert cache.get_seq_length() == 120
+    _logits(model, ids[:, :3], cache, torch.cat([mask, mask.new_ones(2, 3)], dim=1))
+
+
+def test_a_row_of_padding_in_a_long_generation():
+    """The longest padding that is accepted, long enough for a query to come to lie in it: 80 generated tokens."""
+    native, enabled = msa_twins("two_groups", "cpu")
+    ids = prompt(2, 120)
+    mask = torch.ones_like(ids)
+    mask[1, 96:] = 0
+    texts = [
+        model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=80)
+        for model, cache in ((native, _own_cache(native)), (enabled, HiSparseCache(enabled)))
+    ]
+    assert torch.equal(*texts)
 
 
 def test_positions_beyond_the_tokens(model):
@@ -365,7 +397,7 @@ def test_steps_as_they_are_captured(attention, layout, padded):
     native, enabled = msa_twins("two_groups", "cpu", 0, attention)
     ids = prompt(2, 150)
     mask = torch.ones(2, 180, dtype=torch.long)
-    mask[1, 120:150] = 0 if padded else 1
+    mask[1, 126:150] = 0 if padded else 1
     ours, theirs = HiSparseCache(enabled, device_buffer_tokens=72, layout=layout), _own_cache(native)
     _logits(enabled, ids, ours, mask[:, :150])
     _logits(native, ids, theirs, mask[:, :150])

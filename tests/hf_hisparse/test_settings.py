@@ -95,3 +95,10 @@ def test_settings_can_be_read_off():
         assert part in repr(cache)
     assert "2 hosted and 2 native layers" in repr(cache)
     assert "0 tokens" in repr(cache)
+
+
+@pytest.mark.parametrize("name", ["verify", "graphs", "prefetch"])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_switches_are_true_or_false(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}, must be True or False"):
+        HiSparseCache(CONFIG, Quest(), **{name: value})
