@@ -83,7 +83,9 @@ def _read(folder: Path, *names: str) -> list[Sample]:
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
         there = ", ".join(sorted(path.name for path in folder.glob("*.json*"))) or "no such files"
-        raise ValueError(f"--data_dir {folder} has no {' or '.join(names)} (there: {there})")
+        raise ValueError(
+            f"--data_dir {folder} has no {' or '.join(names)} (there: {there}): name the tasks with --tasks"
+        )
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         return json.loads(text)
