@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -77,6 +78,11 @@ def read_journals(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
                 ) from error
             entries.setdefault(entry["key"], entry)
     return entries
+
+
+def digest(value: Any) -> str:
+    """12 hexadecimal digits that say whether this JSON is that of another time."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def write_whole(path: Path, text: str) -> None:

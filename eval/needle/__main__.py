@@ -2,7 +2,7 @@
 
     python -m eval.needle                                                # SmolLM2 on whatever machine this is
     python -m eval.needle --model Qwen/Qwen3-8B --lengths 8192 32768 131072 --tasks needle niah_multikey_3 vt
-    python -m eval.needle --data niah_multikey_3.jsonl                   # RULER's own files
+    python -m eval.needle --data niah_multikey_3/validation.jsonl        # RULER's own files
 
 Prompts are generated from the seed, to any length. Writes into --output_dir `needle.csv`, with the sparse decode steps, hit
 rate, peak KV bytes on the GPU and tokens per second beside each score, and the heat map `needle.png`. If hisparse and
@@ -17,7 +17,6 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         {**settings, "question_as_decode": args.question_as_decode, "dtype": str(model.dtype)},
     )
     if args.data:
-        probes = [probe for path in args.data for probe in from_ruler(path, args.limit)]
+        probes = from_ruler(args.data, args.limit)
     else:
         probes = list(tqdm(generate(plan, tokenizer), total=len(plan), desc="generating", unit="prompt"))
 
@@ -150,12 +149,11 @@ def ask(caches: Caches, tokenizer: Any, probes: Sequence[Probe], path: Path, spl
 def score_rows(method: str, probes: Sequence[Probe], entries: Entries) -> list[dict[str, Any]]:
     """A row for each task, length and depth."""
 
-    def place(probe: Probe) -> tuple[str, int, float | None]:
-        return probe.task, probe.length, probe.depth
-
+    places: dict[tuple[str, int, float | None], list[Mapping[str, Any]]] = {}
+    for probe in probes:
+        places.setdefault((probe.task, probe.length, probe.depth), []).append(entries[probe.key])
     rows = []
-    for (task, length, depth), group in groupby(probes, place):
-        answers = [entries[probe.key] for probe in group]
+    for (task, length, depth), answers in places.items():
         mean = round(100 * sum(found["score"] for found in answers) / len(answers), 2)
         rows.append({"method": method, "length": length, "depth": depth, **report_row(task, mean, answers)})
     return rows
