@@ -14,7 +14,6 @@ second. Without --model, SmolLM2-135M-Instruct answers.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
@@ -29,7 +28,7 @@ from accelerate import PartialState
 
 from eval import models
 from eval.environment import conditions, read_csv, write_csv
-from eval.journal import claim, write_whole
+from eval.journal import claim, digest, write_whole
 from eval.longbench.compare import compare
 from eval.longbench.jobs import V2, Job, chosen_tasks, v1_job, v2_job
 from eval.longbench.predict import Entry, predict, write_predictions
@@ -165,15 +164,11 @@ def make_jobs(args: argparse.Namespace, folder: Path, name: str) -> tuple[list[J
     if args.v2:
         template, source = load_v2_template(args.config_dir)
         jobs = [v2_job(template, args.output_dir / "results" / f"{name}.jsonl", args.data_dir, args.limit)]
-        return jobs, f"{source} {_digest(template)}"
+        return jobs, f"{source} {digest(template)}"
     config = load_config(args.config_dir)
     tasks = chosen_tasks(args.tasks, args.e)
     jobs = [v1_job(task, args.e, config, folder, args.data_dir, args.limit) for task in tasks]
-    return jobs, f"{config.source} {_digest(config.prompts)}"
-
-
-def _digest(prompts: str | dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest()[:12]
+    return jobs, f"{config.source} {digest(config.prompts)}"
 
 
 def run_compare(one: Path, other: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.answers import answer
 from eval.longbench.__main__ import main
 from eval.longbench.data import keys, load_v1, load_v2
 
@@ -104,6 +105,10 @@ SPARSE = ("--token_budget", "64", "--question-as-decode")
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def _name(entry: dict[str, object]) -> str:
+    return str(entry["key"]).partition("@")[0]
 
 
 def start(place: Path, output: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -223,7 +228,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(place, tmp_path, undisturb
 
     assert main(command(place, tmp_path, *SPARSE, "--tasks", "hotpotqa")) == 0
     assert journal.read_bytes().startswith(before)  # what was done is not done again
-    assert sorted(line["key"] for line in lines(journal)) == [f"hotpotqa-{i}" for i in range(SAMPLES)]
+    assert sorted(_name(line) for line in lines(journal)) == [f"hotpotqa-{i}" for i in range(SAMPLES)]
     assert (folder / "hotpotqa.jsonl").read_bytes() == undisturbed
 
 
@@ -237,6 +242,39 @@ def test_a_finished_run_predicts_nothing_again(place, tmp_path, undisturbed, mon
     assert path.read_bytes() == undisturbed
 
 
+def test_only_samples_whose_content_changed_are_predicted_again(place, tmp_path, monkeypatch):
+    asked = []
+
+    def spy(*args, **kwargs):
+        asked.append(args)
+        return answer(*args, **kwargs)
+
+    monkeypatch.setattr("eval.longbench.predict.answer", spy)
+    data = tmp_path / "data"
+    data.mkdir()
+    given = lines(place / "data" / "hotpotqa.jsonl")[:3]
+
+    def run() -> tuple[int, list[dict[str, object]], float]:
+        (data / "hotpotqa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in given))
+        before = len(asked)
+        main(command(place, tmp_path, *SPARSE, "--tasks", "hotpotqa", "--data_dir", str(data)))
+        folder = tmp_path / "pred" / "tiny-hisparse"
+        score = json.loads((folder / "result.json").read_text())["hotpotqa"]
+        return len(asked) - before, lines(folder / "hotpotqa.jsonl"), score
+
+    count, first, _ = run()
+    assert count == 3
+    given[1]["context"] = "Something else. " * 10
+    count, second, _ = run()
+    assert count == 1 and second[1]["tokens"] != first[1]["tokens"]
+    assert second[0] == first[0] and second[2] == first[2]
+    for sample, line in zip(given, second, strict=True):
+        sample["answers"] = [line["pred"]]
+    count, third, score = run()
+    assert count == 0 and [line["answers"] for line in third] == [line["answers"] for line in given]
+    assert score > 0  # of the answers as they are now
+
+
 def test_two_processes_share_the_samples_and_merge_in_order(place, tmp_path, undisturbed):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     process = start(place, tmp_path, *SPARSE, "--tasks", "hotpotqa", launcher=launcher)
@@ -244,7 +282,7 @@ def test_two_processes_share_the_samples_and_merge_in_order(place, tmp_path, und
     assert process.returncode == 0, output
     folder = tmp_path / "pred" / "tiny-hisparse"
     journals = [lines(folder / "journal" / f"hotpotqa.{rank}.jsonl") for rank in (0, 1)]
-    assert [[line["key"] for line in journal] for journal in journals] == [
+    assert [[_name(line) for line in journal] for journal in journals] == [
         [f"hotpotqa-{i}" for i in range(rank, SAMPLES, 2)] for rank in (0, 1)
     ]
     assert (folder / "hotpotqa.jsonl").read_bytes() == undisturbed
