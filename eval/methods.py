@@ -12,6 +12,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from hf_hisparse import HiSparseCache, Quest, disable
+from hf_hisparse.models.family import family_of
+from hf_hisparse.sizes import whole_records
 
 METHODS = {
     "dynamic": "transformers' DynamicCache: dense, all KV on the GPU",
@@ -98,6 +100,7 @@ class Caches:
             )
         if method.sparse:
             self._selector = _selector(model, method)
+            self._family = family_of(model.config, self._selector, "absorb", "per_group", 0, True)
             self.empty(1)  # a setting that does not fit fails before anything is read
         else:
             disable(model)
@@ -125,10 +128,7 @@ class Caches:
     def _buffer_tokens(self, tokens: int) -> int | None:
         if not self.method.resident:
             return self.method.device_buffer_tokens
-        if self._selector is None:
-            return max(tokens, self.model.config.get_text_config(decoder=True).index_topk)
-        size = self._selector.page_size
-        return max(-(-tokens // size) * size, self._selector.token_budget)
+        return whole_records(self._family, tokens)
 
 
 def _selector(model: PreTrainedModel, method: Method) -> Quest | None:

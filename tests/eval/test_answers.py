@@ -9,7 +9,7 @@ from eval.answers import answer
 from eval.methods import Caches, Method
 from eval.prompts import Prompt
 
-from .. import models
+from .. import models, msa_models
 from ..oracle import quest_oracle
 
 IDS = models.prompt(1, 400)[0].tolist()
@@ -132,3 +132,19 @@ def test_a_model_that_selects_by_itself_takes_no_budget():
     )
     assert small[0].tokens == resident[0].tokens
     assert small[0].measures.sparse_steps == 11
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 411, 416])
+def test_resident_holds_whole_blocks_of_a_model_that_selects_blocks(tokens):
+    caches = Caches(msa_models.build("two_groups"), Method("hisparse-resident"))
+    records = caches.empty(tokens).hosted_layers[0].buffer_records
+    blocks = -(-tokens // msa_models.BLOCK)
+    assert records == max(blocks, msa_models.TOP_K)
+
+
+def test_answers_of_a_model_that_selects_blocks():
+    native, enabled = msa_models.msa_twins("two_groups", "cpu")
+    expected = answers(native, Method("dynamic"), [Prompt(IDS)])  # the model's own cache, and as sparse
+    for name in ("hisparse", "hisparse-resident"):
+        [found] = answers(enabled, Method(name), [Prompt(IDS)])
+        assert found.tokens == expected[0].tokens and found.measures.sparse_steps == 11
