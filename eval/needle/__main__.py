@@ -97,12 +97,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--seed", type=int, default=0)
     add("--output_dir", type=Path, default=Path("eval_output/needle"), help="(%(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit {args.limit}: must be at least 1")
+    return args
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask, score, draw."""
     plan = Plan(args.tasks, args.lengths, args.depths, args.samples, args.seed)
+    methods = [_method(name, args) for name in args.methods]
     conditions()  # measures the link, which needs memory that the model may leave none of
     model, tokenizer = models.load(args.model, args.device, args.dtype)
     settings = {
@@ -119,17 +123,21 @@ def run(args: argparse.Namespace) -> int:
 
     found: dict[str, Entries] = {}
     rows: list[dict[str, Any]] = []
-    for name in args.methods:
-        method = Method(name)
-        if method.sparse:
-            method = Method(name, args.token_budget, None if method.resident else args.device_buffer_tokens)
-        journal = args.output_dir / "journal" / f"{name}.jsonl"
-        found[name] = ask(Caches(model, method), tokenizer, probes, journal, args.question_as_decode)
-        rows += score_rows(name, probes, found[name])
+    for method in methods:
+        journal = args.output_dir / "journal" / f"{method.name}.jsonl"
+        found[method.name] = ask(Caches(model, method), tokenizer, probes, journal, args.question_as_decode)
+        rows += score_rows(method.name, probes, found[method.name])
         write_csv(args.output_dir / "needle.csv", rows)
     draw(rows, args.output_dir / "needle.png", _caption(args, str(model.dtype)))
     print(f"{table(rows)}\nwritten: {args.output_dir}")
     return compare(probes, found)
+
+
+def _method(name: str, args: argparse.Namespace) -> Method:
+    method = Method(name)
+    if not method.sparse:
+        return method
+    return Method(name, args.token_budget, None if method.resident else args.device_buffer_tokens)
 
 
 def ask(caches: Caches, tokenizer: Any, probes: Sequence[Probe], path: Path, split: bool) -> Entries:

@@ -86,6 +86,15 @@ def test_settings_that_do_not_belong_together():
         Method("sparse")
     with pytest.raises(ValueError, match="method 'dynamic' is dense"):
         Method("dynamic", token_budget=64)
+    with pytest.raises(ValueError, match="method 'dynamic' is dense"):
+        Method("dynamic", token_budget=0)
+    with pytest.raises(ValueError, match="Quest: token_budget=0, must be a whole number of at least 1"):
+        Method("hisparse", token_budget=0)
+
+
+def test_a_buffer_of_no_tokens_is_refused(twins):
+    with pytest.raises(ValueError, match="device_buffer_tokens=0"):
+        Caches(twins("qwen3", "cpu").enabled, Method("hisparse", 64, 0))
 
 
 def test_methods_that_this_machine_cannot_run_say_so(twins, monkeypatch):

@@ -338,6 +338,7 @@ def test_settings_are_not_mixed(place, tmp_path):
         (("--tasks", "qasper"), "there is no prompt for qasper in the official files"),
         (("--method", "offloaded", "--tasks", "trec"), "copies KV over CUDA streams"),
         (("--method", "dynamic", "--token_budget", "64"), "method 'dynamic' is dense"),
+        (("--token_budget", "0", "--tasks", "trec"), "Quest: token_budget=0"),
         (("--tasks", "trec", "--data_dir", "."), "has no trec.jsonl"),
         (("--tasks", "trec", "--max_length", "5000"), "more than the 4096 that the model was made for"),
     ],

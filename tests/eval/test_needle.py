@@ -199,6 +199,18 @@ def test_a_line_of_ruler_without_a_list_of_answers(outputs, tmp_path):
         from_ruler([tmp_path / "vt.jsonl"], None)
 
 
+@pytest.mark.parametrize("limit", ["-1", "0"])
+def test_a_limit_below_one_is_refused(limit, capsys):
+    with pytest.raises(SystemExit):
+        main(["--data", "vt.jsonl", "--limit", limit])
+    assert f"--limit {limit}: must be at least 1" in capsys.readouterr().err
+
+
+def test_a_budget_of_no_tokens_is_refused_before_the_model_is_read(tmp_path):
+    with pytest.raises(SystemExit, match="Quest: token_budget=0"):
+        main(["--model", str(tmp_path), "--token_budget", "0"])
+
+
 @on_cpu
 def test_only_samples_whose_content_changed_are_asked_again(tmp_path, monkeypatch):
     model = tiny.save_checkpoint(tmp_path / "tiny")
