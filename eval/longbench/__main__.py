@@ -29,7 +29,8 @@ from accelerate import PartialState
 from eval import models
 from eval.environment import conditions, read_csv, write_csv
 from eval.journal import claim, digest, write_whole
-from eval.longbench.compare import compare
+from eval.json_files import read_json
+from eval.longbench.compare import compare, compare_settings
 from eval.longbench.jobs import V2, Job, chosen_tasks, v1_job, v2_job
 from eval.longbench.predict import Entry, predict, write_predictions
 from eval.longbench.prompts import load_config, load_v2_template
@@ -149,7 +150,7 @@ def finish(job: Job, entries: list[Entry], method: Method, folder: Path) -> dict
     """
     score = job.score(write_predictions(job, entries))
     path = folder / "result.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results = read_json(path) if path.exists() else {}
     results |= score if job.name == V2 and isinstance(score, dict) else {job.name: score}
     write_whole(path, json.dumps(results, ensure_ascii=False, indent=4) + "\n")
     row = {"method": method.name, **report_row(job.name, score, entries)}
@@ -172,9 +173,15 @@ def make_jobs(args: argparse.Namespace, folder: Path, name: str) -> tuple[list[J
 
 
 def run_compare(one: Path, other: Path) -> int:
-    """Print whether two runs predicted the same; 1 if not."""
+    """Print whether two runs predicted the same, and before it which settings differ; 1 if predictions do."""
+    settings = compare_settings(one, other)
     equal, differences = compare(one, other)
-    print(*differences, f"{equal} predictions are identical, {len(differences)} differences", sep="\n")
+    print(
+        *settings,
+        *differences,
+        f"{equal} predictions are identical, {len(differences)} differences",
+        sep="\n",
+    )
     return 1 if differences else 0
 
 

@@ -176,6 +176,60 @@ def test_a_lost_sample_is_a_difference(place, tmp_path, capsys):
         main(["--compare", str(whole), str(part)])
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_comparison_says_which_settings_differ(v2, place, tmp_path, capsys):
+    which = ["--v2"] if v2 else ["--tasks", "trec"]
+    runs = []
+    for budget in ("64", "128"):
+        output = tmp_path / budget
+        main(command(place, output, *which, "--limit", "1", "--token_budget", budget))
+        runs.append(output / ("results/tiny-hisparse.jsonl" if v2 else "pred/tiny-hisparse"))
+    capsys.readouterr()
+    main(["--compare", *map(str, runs)])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "settings: token_budget is 64 and 128"
+    assert not any(line.startswith("settings") for line in others)
+    main(["--compare", str(runs[0]), str(runs[0])])
+    assert "settings" not in capsys.readouterr().out
+    for path in tmp_path.glob("128/*/*/settings.json"):
+        path.unlink()
+    main(["--compare", *map(str, runs)])
+    assert capsys.readouterr().out.startswith(f"settings: there is no settings.json of {runs[1]}\n")
+
+
+BROKEN = [
+    ('{"_id": "a", "tokens": [1]}\n{"_id', "line 2 is not JSON"),
+    ('{"_id": "a", "tokens": [1]}\n\n[1]\n', "line 3 is list, must be a JSON object"),
+    ('{"_id": "a"}\n', "line 1 has no tokens: these are not predictions"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN)
+def test_broken_predictions_name_file_and_line(content, message, tmp_path):
+    (tmp_path / "trec.jsonl").write_text(content)
+    with pytest.raises(SystemExit, match=rf"trec\.jsonl, {message}"):
+        main(["--compare", str(tmp_path), str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("trec.jsonl", b'{"_id": "a"}\n{"_id": "b', r"trec\.jsonl, line 2 is not JSON"),
+        ("trec.jsonl", b'{"_id": "\xe4"}\n', r"trec\.jsonl, line 1 is not JSON"),
+        ("data.json", b'[\n{"_id": "a"},\n{"_id"]', r"data\.json, line 3 is not JSON"),
+        ("data.json", b'[\n"\xe4"]', r"data\.json, line 2 is not JSON"),
+        ("data.json", b'{"_id": "a"}', r"data\.json must be a list of JSON objects"),
+    ],
+)
+def test_broken_data_name_file_and_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        if name == "data.json":
+            load_v2(tmp_path, None)
+        else:
+            load_v1("trec", e=False, data_dir=tmp_path, limit=None)
+
+
 def test_longbench_e_scores_by_length(place, tmp_path):
     main(command(place, tmp_path, "--e", "--method", "dynamic", "--tasks", "trec"))
     folder = tmp_path / "pred_e" / "tiny-dynamic"

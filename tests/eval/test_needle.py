@@ -199,6 +199,12 @@ def test_a_line_of_ruler_without_a_list_of_answers(outputs, tmp_path):
         from_ruler([tmp_path / "vt.jsonl"], None)
 
 
+def test_a_broken_line_of_ruler_is_named(tmp_path):
+    (tmp_path / "vt.jsonl").write_text('\n{"index": 0')
+    with pytest.raises(ValueError, match=r"vt\.jsonl, line 2 is not JSON"):
+        from_ruler([tmp_path / "vt.jsonl"], None)
+
+
 @pytest.mark.parametrize("limit", ["-1", "0"])
 def test_a_limit_below_one_is_refused(limit, capsys):
     with pytest.raises(SystemExit):
