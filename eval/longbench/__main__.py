@@ -28,6 +28,7 @@ from accelerate import PartialState
 
 from eval import models
 from eval.environment import conditions, read_csv, write_csv
+from eval.flags import both_spellings
 from eval.journal import claim, digest, write_whole
 from eval.json_files import read_json
 from eval.longbench.compare import compare, compare_settings
@@ -59,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items()),
     )
-    add = parser.add_argument
+    add = both_spellings(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--e", action="store_true", help="LongBench-E, scores by length")
     which.add_argument("--v2", action="store_true", help="LongBench v2")

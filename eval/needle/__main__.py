@@ -26,6 +26,7 @@ from tqdm import tqdm
 from eval import models
 from eval.answers import answer
 from eval.environment import conditions, write_csv
+from eval.flags import both_spellings
 from eval.journal import Journal, claim, read_journals
 from eval.methods import METHODS, Caches, Method
 from eval.needle.heatmap import draw
@@ -55,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items()),
     )
-    add = parser.add_argument
+    add = both_spellings(parser)
     add("--model", help="hub id or folder of a causal language model (SmolLM2-135M-Instruct)")
     add(
         "--dtype",
