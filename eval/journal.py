@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from eval.json_files import read_json
 
 
 class Journal:
@@ -79,6 +82,11 @@ def read_journals(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return entries
 
 
+def digest(value: Any) -> str:
+    """12 hexadecimal digits that say whether this JSON is that of another time."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace a file in one step: whoever reads it finds the old text or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,17 +103,37 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     ValueError
         If the folder's results were made with other settings; names them.
     """
-    path = folder / "settings.json"
     settings = json.loads(json.dumps(settings))
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_settings(folder)
+    if found is not None:
         other = [
-            f"{name}={found.get(name)!r} there, {settings.get(name)!r} asked"
-            for name in sorted({*found, *settings})
-            if found.get(name) != settings.get(name)
+            f"{name}={there!r} there, {asked!r} asked" for name, there, asked in differing(found, settings)
         ]
         if other:
             raise ValueError(
                 f"{folder} holds results of other settings ({'; '.join(other)}): take another output folder, or remove it"
             )
-    write_whole(path, json.dumps(settings, ensure_ascii=False, indent=4) + "\n")
+    write_whole(folder / _SETTINGS, json.dumps(settings, ensure_ascii=False, indent=4) + "\n")
+
+
+_SETTINGS = "settings.json"
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """What the results in `folder` were made with, as `claim` noted it; None if it did not."""
+    path = folder / _SETTINGS
+    if not path.exists():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is {type(found).__name__}, must be a JSON object")
+    return found
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name and both values of each setting that is not the same; None where there is none."""
+    return [
+        (name, one.get(name), other.get(name))
+        for name in sorted({*one, *other})
+        if one.get(name) != other.get(name)
+    ]

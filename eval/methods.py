@@ -12,6 +12,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from hf_hisparse import HiSparseCache, Quest, disable
+from hf_hisparse.models.family import family_of
+from hf_hisparse.sizes import whole_records
 
 METHODS = {
     "dynamic": "transformers' DynamicCache: dense, all KV on the GPU",
@@ -41,7 +43,7 @@ class Method:
     Raises
     ------
     ValueError
-        If the method is unknown, or a setting does not belong to it.
+        If the method is unknown, or a setting does not belong to it; if `Quest` does not take the budget.
     """
 
     name: str
@@ -52,10 +54,12 @@ class Method:
     def __post_init__(self) -> None:
         if self.name not in METHODS:
             raise ValueError(f"method {self.name!r}, must be one of {', '.join(METHODS)}")
-        if not self.sparse and (self.token_budget or self.device_buffer_tokens):
+        if not self.sparse and (self.token_budget, self.device_buffer_tokens) != (None, None):
             raise ValueError(
                 f"method {self.name!r} is dense: token_budget and device_buffer_tokens are for hisparse and hisparse-resident"
             )
+        if self.token_budget is not None:
+            Quest(self.token_budget)  # refuses what it cannot take before a model is read
 
     @property
     def sparse(self) -> bool:
@@ -98,6 +102,7 @@ class Caches:
             )
         if method.sparse:
             self._selector = _selector(model, method)
+            self._family = family_of(model.config, self._selector, "absorb", "per_group", 0, True)
             self.empty(1)  # a setting that does not fit fails before anything is read
         else:
             disable(model)
@@ -125,18 +130,15 @@ class Caches:
     def _buffer_tokens(self, tokens: int) -> int | None:
         if not self.method.resident:
             return self.method.device_buffer_tokens
-        if self._selector is None:
-            return max(tokens, self.model.config.get_text_config(decoder=True).index_topk)
-        size = self._selector.page_size
-        return max(-(-tokens // size) * size, self._selector.token_budget)
+        return whole_records(self._family, tokens)
 
 
 def _selector(model: PreTrainedModel, method: Method) -> Quest | None:
     """Quest for models with grouped-query attention, None for those that select by themselves."""
     layers = DynamicCache(config=model.config).layers
     if not any(hasattr(layer, "update_indexer") or hasattr(layer, "update_index") for layer in layers):
-        return Quest(method.token_budget or DEFAULT_TOKEN_BUDGET)
-    if method.token_budget:
+        return Quest(DEFAULT_TOKEN_BUDGET if method.token_budget is None else method.token_budget)
+    if method.token_budget is not None:
         raise ValueError(
             f"token_budget={method.token_budget}, but {model.config.model_type!r} brings its own selection: leave it out"
         )

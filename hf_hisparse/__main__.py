@@ -37,10 +37,10 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--token-budget",
         type=int,
-        help="tokens that a query reads, for models that do not select by themselves",
+        help=f"tokens that a query reads, for models that do not select by themselves; default {Quest.token_budget}",
     )
-    add("--page-size", type=int, default=Quest.page_size)
-    add("--dense-layers", type=int, default=Quest.dense_layers)
+    add("--page-size", type=int, help=f"of Quest, default {Quest.page_size}")
+    add("--dense-layers", type=int, help=f"of Quest, default {Quest.dense_layers}")
     add("--device-buffer-tokens", type=int, help="default: the largest hot buffer that fits")
     add("--prefill-chunk", type=int, help="prefill_chunk_size of generate")
     add("--dtype", choices=["bfloat16", "float16", "float32"])
@@ -65,11 +65,13 @@ def main(arguments: list[str] | None = None) -> None:
         )
     try:
         config = AutoConfig.from_pretrained(args.model)
-        selector = args.token_budget and Quest(args.token_budget, args.page_size, args.dense_layers)
+        given = {name: getattr(args, name) for name in ("token_budget", "page_size", "dense_layers")}
+        given = {name: value for name, value in given.items() if value is not None}
+        selector = Quest(**given) if given else None
         print(
             plan(
                 config,
-                selector or None,
+                selector,
                 context=args.context,
                 batch=args.batch,
                 device_memory=args.device_memory,
@@ -79,7 +81,11 @@ def main(arguments: list[str] | None = None) -> None:
                 dtype=args.dtype and getattr(torch, args.dtype),
                 weights=args.weights,
                 misses=args.misses,
-                bandwidth=link_bandwidth() if args.probe else args.bandwidth and 1e9 * args.bandwidth,
+                bandwidth=link_bandwidth()
+                if args.probe
+                else None
+                if args.bandwidth is None
+                else 1e9 * args.bandwidth,
             )
         )
     except (OSError, ValueError) as error:

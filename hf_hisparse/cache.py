@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from . import saved
@@ -23,7 +23,7 @@ from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
 from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
-from .models.family import checked_buffer, family_of, new_layers
+from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
 from .needs import model_dtype
 from .padding import Padding
 from .resident_layer import ResidentLayer
@@ -124,6 +124,8 @@ class HiSparseCache(Cache):
             raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
         extra = parse_bytes(prefill_memory, "prefill_memory")
         family = family_of(config, selector, mla_mode, layout, extra, prefetch)
+        if isinstance(model, PreTrainedModel):
+            refuse_sinks(model, family)
         if device_memory is not None and device_buffer_tokens is not None:
             raise ValueError(
                 f"device_memory={device_memory!r} and device_buffer_tokens={device_buffer_tokens!r}: give one, either sets the "
@@ -179,6 +181,8 @@ class HiSparseCache(Cache):
         """
         if self._layers is None:
             return
+        if self.trace is not None:
+            self.trace.abandon("the cache was closed")
         self.graphs.forget()
         self.padding.reset()
         for layer in self.hosted_layers:
@@ -421,19 +425,25 @@ class HiSparseCache(Cache):
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
             layer.crop(tokens)
         self.padding.crop(self.get_seq_length())
+        if not self.get_seq_length():
+            self._renew_native_layers()  # what comes next may have another shape
 
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
         self._refuse_while_recording("reset()")
-        fresh = DynamicCache(config=self._config).layers  # some versions only zero a layer they reset
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, HostedLayer | ResidentLayer):
-                layer.reset()
-            else:
-                self.layers[index] = fresh[index]
+        for layer in self._own_layers:
+            layer.reset()
+        self._renew_native_layers()
         self.padding.reset()
         self._stream.forget()
         self._states.clear()
+
+    def _renew_native_layers(self) -> None:
+        """Empty the layers that are transformers' own; some versions only zero a layer that they reset."""
+        fresh = native_layers(self._config)
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, HostedLayer | ResidentLayer):
+                self.layers[index] = fresh[index]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
@@ -579,11 +589,16 @@ class HiSparseCache(Cache):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What tells its model from others; of a cache built from a configuration, without the weights."""
+        """What tells its model from others; without the weights if it was built from a configuration or its model is gone."""
         model = None if self._model is None else self._model()
         if model is not None:
             return saved.fingerprint(model)
-        return {"type": self._config.model_type, "config": None, "weights": None}
+        return saved.fingerprint_of_config(self._config)
+
+    @property
+    def layout(self) -> str | None:
+        """How records are laid out, of a model that has a choice."""
+        return getattr(self._family, "layout", None)
 
     # ------------------------------------------------------------------ what people look at
 

@@ -488,7 +488,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         other.padding = padding
         other.trace = None
         if not self._length or self.shape is None:
-            other.shape, other._area, other.is_initialized = None, None, False
+            other.release()  # what a reset left behind is this layer's alone
+            other._area = None
             return other
         other._area = host_area(self.settings.reserve_bytes, self.shape.device)
         other.pool = self.pool.clone(self.layout.count(self._length), other._area)

@@ -25,10 +25,8 @@ def model_dtype(config: PreTrainedConfig) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
-def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the weights and buffers of the model of this configuration, which is built without any memory.
-
-    A quantised checkpoint is counted as if it were not.
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of this configuration, built without any memory.
 
     Raises
     ------
@@ -45,7 +43,11 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
             "size of its weights (weights)"
         )
     with torch.device("meta"):
-        model = architecture._from_config(config, dtype=dtype)
+        return architecture._from_config(config, dtype=dtype)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights and buffers; of a quantised checkpoint's `empty_model` as if it were not quantised."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

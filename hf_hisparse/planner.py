@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .hosted_layer import LayerSettings
-from .models.family import Family, checked_buffer, family_of
+from .models.family import Family, checked_buffer, family_of, native_layers, refuse_sinks
 from .models.quest import Quest
-from .needs import activation_bytes, model_dtype, weight_bytes
+from .needs import activation_bytes, empty_model, model_dtype, weight_bytes
 from .plan_report import CachePlan, Plan
 from .selector import Selector
 from .sizes import Sizes, largest, whole_records, with_room
 from .stats import Memory, Stats
 
 # Share of what a step reads that misses, by buffer size as a multiple of what a step reads.
-QUEST_MISSES = {1.0: 0.266, 2.0: 0.076, 4.0: 0.021}  # SmolLM2-135M, Quest(512), 7,012 tokens of prose
+# SmolLM2-135M, Quest(512), 7,000 tokens of Python's documentation: LRU in eval/results/policies.csv
+QUEST_MISSES = {1.0: 0.250, 1.5: 0.117, 2.0: 0.066, 3.0: 0.029, 4.0: 0.016, 6.0: 0.0055, 8.0: 0.0027}
 DSA_MISSES = {
     1.0: 0.30,
     2.0: 0.134,
@@ -243,18 +244,26 @@ def plan(
     for name, value in (("context", context), ("batch", batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"plan: {name}={value!r}, must be a whole number of at least 1")
+    if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+        raise ValueError(f"plan: prefill_chunk={prefill_chunk!r}, must be a whole number of at least 1")
+    if bandwidth is not None and not bandwidth >= 1e6:
+        raise ValueError(
+            f"plan: bandwidth={bandwidth!r} bytes per second, must be at least 1e6: 25 GB/s are 25e9"
+        )
     dtype = dtype or model_dtype(config)
     family, selects = _family(config, selector)
     settings = LayerSettings(family.top_k, family.top_k, 32, False, 0)
     planner = _Planner(
         Sizes(config, family, settings, dtype),
         selects,
-        _weights(weights, config, dtype),
+        _weights(weights, config, dtype, family),
         _device_memory(device_memory),
         _host_memory(host_memory),
         prefill_chunk,
     )
-    asked = device_buffer_tokens and checked_buffer(device_buffer_tokens, family) // family.page_size
+    asked = None
+    if device_buffer_tokens is not None:
+        asked = checked_buffer(device_buffer_tokens, family) // family.page_size
     needs, records, chunk = planner.largest_hisparse(batch, context, asked)
     caches = [planner.cache("HiSparseCache", needs, chunk, planner.smallest, batch, context)]
     for name, measure in (("offloaded", planner.offloaded), ("DynamicCache", planner.dynamic)):
@@ -288,7 +297,7 @@ def plan(
 
 def _family(config: PreTrainedConfig, selector: Selector | None) -> tuple[Family, bool]:
     """The family, with `Quest` where a selector is needed and none is given; and whether the model selects by itself."""
-    layers = DynamicCache(config=config).layers
+    layers = native_layers(config)
     selects = any(hasattr(layer, "update_indexer") or hasattr(layer, "update_index") for layer in layers)
     selector = selector if selects or selector is not None else Quest()
     return family_of(config, selector, "absorb", "per_group", _PREFILL_MEMORY, True), selects
@@ -306,10 +315,12 @@ def _host_memory(size: int | str | None) -> int:
     return available_host_memory() if size is None else parse_bytes(size, "host_memory")
 
 
-def _weights(size: int | str | None, config: PreTrainedConfig, dtype: torch.dtype) -> int:
+def _weights(size: int | str | None, config: PreTrainedConfig, dtype: torch.dtype, family: Family) -> int:
     if size is None:
-        return weight_bytes(config, dtype)
-    return parse_bytes(size, "weights") if size else 0
+        model = empty_model(config, dtype)
+        refuse_sinks(model, family)
+        return weight_bytes(model)
+    return 0 if str(size) == "0" else parse_bytes(size, "weights")
 
 
 def _miss_rate(misses: float | Mapping[float, float] | Stats, multiple: float) -> float:
@@ -347,7 +358,11 @@ def _advice(
     if hisparse.fits:
         family, chunk = planner.family, hisparse.prefill_chunk
         selector = "" if planner.selects else f"{family!r}, "
-        call = f"HiSparseCache(model, {selector}device_buffer_tokens={records * family.page_size})"
+        roomy = planner.hisparse(batch, context, whole_records(family, with_room(context)), records)
+        buffer = f"device_buffer_tokens={records * family.page_size}"
+        if not planner.fits(roomy, hisparse.activations):  # a limit keeps the cache from making room for more
+            buffer = f"device_memory={hisparse.device.device_bytes}"
+        call = f"HiSparseCache(model, {selector}{buffer})"
         chunked = "" if chunk >= context else f", prefill_chunk_size={chunk}"
         return True, (
             f"Use HiSparse: DynamicCache needs {format_bytes(dynamic.needed)} of {card}, HiSparseCache "
@@ -371,5 +386,5 @@ def _notes(config: PreTrainedConfig, context: int, counted: bool) -> Iterator[st
         yield f"{context} tokens are more than the model's max_position_embeddings={positions}: expect worse answers"
     if counted and getattr(config, "quantization_config", None):
         yield "the checkpoint is quantised and its weights are counted as if it were not: give their size (weights)"
-    if any(not isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers):
+    if any(not isinstance(layer, CacheLayerMixin) for layer in native_layers(config)):
         yield "the states of linear attention, which do not grow, are not counted"

@@ -21,7 +21,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from .enable import decoders_of
@@ -46,6 +46,12 @@ _INCIDENTAL = (
     "dtype",
     "architectures",
     "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
 )
 
 
@@ -68,7 +74,8 @@ def save(cache: HiSparseCache, path: str | Path) -> None:
 
 
 def _check_space(cache: HiSparseCache, path: Path) -> None:
-    needed = cache.memory().host_bytes  # and a little more
+    memory = cache.memory()
+    needed = memory.host_bytes + memory.selector_bytes + memory.native_bytes
     place = next(folder for folder in path.absolute().parents if folder.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
@@ -85,6 +92,7 @@ def _write(cache: HiSparseCache, folder: Path) -> None:
         "transformers": transformers.__version__,
         "model": cache.fingerprint,
         "selector": None if selector is None else _described(selector) | {"settings": settings},
+        "layout": cache.layout,
         "tokens": cache.get_seq_length(),
         "layers": [],
     }
@@ -212,6 +220,10 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
     saved = [layer["kind"] for layer in content["layers"]]
     if kinds != saved:
         raise ValueError(f"{path} was saved with layers {saved}, this cache has {kinds}")
+    if content["layout"] != cache.layout:
+        raise ValueError(
+            f"{path} was saved with layout={content['layout']!r}, this cache has layout={cache.layout!r}: load it with the former"
+        )
     devices = _layer_devices(model)
     tokens = content["tokens"]
     shapes = [
@@ -304,11 +316,13 @@ def _described(selector: Selector) -> dict[str, Any]:
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """What tells a model from others: its type, and checksums of its configuration and of some elements of each weight."""
-    return {
-        "type": model.config.model_type,
-        "config": _checksum_of(json.dumps(_essential(model.config.to_dict()), sort_keys=True, default=str)),
-        "weights": _checksum_of("".join(_samples(model))),
-    }
+    return fingerprint_of_config(model.config) | {"weights": _checksum_of("".join(_samples(model)))}
+
+
+def fingerprint_of_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """The same without the weights."""
+    essential = json.dumps(_essential(config.to_dict()), sort_keys=True, default=str)
+    return {"type": config.model_type, "config": _checksum_of(essential), "weights": None}
 
 
 def _checksum_of(text: str) -> int:
@@ -322,7 +336,7 @@ def _essential(config: Any) -> Any:
 
 
 def _samples(model: PreTrainedModel) -> Iterator[str]:
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in sorted([*model.named_parameters(), *model.named_buffers()]):
         if not weight.is_meta:
             flat = weight.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].cpu().contiguous()

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .hosted_layer import HostedLayer, LayerSettings
-from .models.family import Family, new_layers
+from .models.family import Family, native_layers, new_layers
 from .models.kv_shape import KvShape
 from .padding import Padding
 from .resident_layer import ResidentLayer
@@ -126,7 +126,7 @@ class Sizes:
                 bytes_of[kind] = sum(tensor.nbytes for tensor in _tensors(layer))
             return bytes_of[kind]
 
-        return [held(index, layer) for index, layer in enumerate(DynamicCache(config=self.config).layers)]
+        return [held(index, layer) for index, layer in enumerate(native_layers(self.config))]
 
 
 def largest(need: Callable[[int], int], least: int, most: int, limit: int) -> int:

@@ -172,9 +172,14 @@ class TraceRecorder:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._cache is not None:
+        else:
+            self.abandon(f"a {kind.__name__}")
+
+    def abandon(self, reason: str) -> None:
+        """End the recording without a file."""
+        if self._cache is not None:
             self._detach()
-            logger.warning("no trace is written to %s after a %s", self.path, kind.__name__)
+            logger.warning("no trace is written to %s after %s", self.path, reason)
 
 
 def _leaders(layers: list[HostedLayer]) -> list[int]:

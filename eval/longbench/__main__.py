@@ -14,7 +14,6 @@ second. Without --model, SmolLM2-135M-Instruct answers.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
@@ -29,8 +28,10 @@ from accelerate import PartialState
 
 from eval import models
 from eval.environment import conditions, read_csv, write_csv
-from eval.journal import claim, write_whole
-from eval.longbench.compare import compare
+from eval.flags import both_spellings
+from eval.journal import claim, digest, write_whole
+from eval.json_files import read_json
+from eval.longbench.compare import compare, compare_settings
 from eval.longbench.jobs import V2, Job, chosen_tasks, v1_job, v2_job
 from eval.longbench.predict import Entry, predict, write_predictions
 from eval.longbench.prompts import load_config, load_v2_template
@@ -59,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items()),
     )
-    add = parser.add_argument
+    add = both_spellings(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--e", action="store_true", help="LongBench-E, scores by length")
     which.add_argument("--v2", action="store_true", help="LongBench v2")
@@ -150,7 +151,7 @@ def finish(job: Job, entries: list[Entry], method: Method, folder: Path) -> dict
     """
     score = job.score(write_predictions(job, entries))
     path = folder / "result.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results = read_json(path) if path.exists() else {}
     results |= score if job.name == V2 and isinstance(score, dict) else {job.name: score}
     write_whole(path, json.dumps(results, ensure_ascii=False, indent=4) + "\n")
     row = {"method": method.name, **report_row(job.name, score, entries)}
@@ -165,21 +166,23 @@ def make_jobs(args: argparse.Namespace, folder: Path, name: str) -> tuple[list[J
     if args.v2:
         template, source = load_v2_template(args.config_dir)
         jobs = [v2_job(template, args.output_dir / "results" / f"{name}.jsonl", args.data_dir, args.limit)]
-        return jobs, f"{source} {_digest(template)}"
+        return jobs, f"{source} {digest(template)}"
     config = load_config(args.config_dir)
     tasks = chosen_tasks(args.tasks, args.e)
     jobs = [v1_job(task, args.e, config, folder, args.data_dir, args.limit) for task in tasks]
-    return jobs, f"{config.source} {_digest(config.prompts)}"
-
-
-def _digest(prompts: str | dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest()[:12]
+    return jobs, f"{config.source} {digest(config.prompts)}"
 
 
 def run_compare(one: Path, other: Path) -> int:
-    """Print whether two runs predicted the same; 1 if not."""
+    """Print whether two runs predicted the same, and before it which settings differ; 1 if predictions do."""
+    settings = compare_settings(one, other)
     equal, differences = compare(one, other)
-    print(*differences, f"{equal} predictions are identical, {len(differences)} differences", sep="\n")
+    print(
+        *settings,
+        *differences,
+        f"{equal} predictions are identical, {len(differences)} differences",
+        sep="\n",
+    )
     return 1 if differences else 0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from eval.journal import differing, read_settings
+from eval.json_files import read_json_lines
+from eval.longbench.jobs import V2
 
 
 def compare(one: Path, other: Path) -> tuple[int, list[str]]:
@@ -32,6 +35,26 @@ def compare(one: Path, other: Path) -> tuple[int, list[str]]:
     return equal, differences
 
 
+def compare_settings(one: Path, other: Path) -> list[str]:
+    """A sentence for each setting in which two runs differ, given as for `compare`; or for a run whose settings are unknown.
+
+    Nothing if the settings of neither are known.
+    """
+    settings, others = _settings(one), _settings(other)
+    if settings is None and others is None:
+        return []
+    if settings is None or others is None:
+        return [f"settings: there is no settings.json of {one if settings is None else other}"]
+    return [f"settings: {name} is {a!r} and {b!r}" for name, a, b in differing(settings, others)]
+
+
+def _settings(path: Path) -> dict[str, Any] | None:
+    """Beside the predictions; those of v2 have them where their journal is, and predictions at the official place."""
+    if path.is_dir():
+        return read_settings(path)
+    return read_settings(path.parent) or read_settings(path.parent.parent / V2 / path.stem)
+
+
 def _files(path: Path) -> dict[str, Path]:
     if path.is_file():
         return {"predictions": path}
@@ -42,7 +65,14 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    lines = []
+    for number, line in read_json_lines(path):
+        missing = [field for field in ("_id", "tokens") if field not in line]
+        if missing:
+            raise ValueError(
+                f"{path}, line {number} has no {' and no '.join(missing)}: these are not predictions of eval.longbench"
+            )
+        lines.append(line)
     if not lines:
         raise ValueError(f"{path} is empty")
     return lines

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from eval.json_files import read_json, read_json_lines
 
 # The original, THUDM/LongBench, is a script that `datasets` no longer runs; this is the copy that lm-eval reads.
 HUB_V1 = "Xnhyacinth/LongBench"
@@ -83,11 +84,15 @@ def _read(folder: Path, *names: str) -> list[Sample]:
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
         there = ", ".join(sorted(path.name for path in folder.glob("*.json*"))) or "no such files"
-        raise ValueError(f"--data_dir {folder} has no {' or '.join(names)} (there: {there})")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+        raise ValueError(
+            f"--data_dir {folder} has no {' or '.join(names)} (there: {there}): name the tasks with --tasks"
+        )
+    if path.suffix != ".json":
+        return [sample for _, sample in read_json_lines(path)]
+    samples = read_json(path)
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        raise ValueError(f"{path} must be a list of JSON objects: this is not the official file")
+    return samples
 
 
 def _from_hub(dataset: str, name: str | None, split: str) -> list[Sample]:

@@ -12,9 +12,9 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from eval.answers import answer
-from eval.journal import Journal, read_journals, write_whole
+from eval.journal import Journal, digest, read_journals, write_whole
 from eval.longbench import prompts
-from eval.longbench.data import keys
+from eval.longbench.data import Sample, keys
 from eval.longbench.jobs import Job
 from eval.methods import Caches
 from eval.prompts import Prompt, encode
@@ -40,7 +40,10 @@ def predict(
     -------
     What the journals hold of all samples, in the order of the samples, when all processes are done.
     """
-    names = keys(job.samples)
+    # A sample that has changed since has another key, and is answered again.
+    names = [
+        f"{name}@{_digest(job, sample)}" for name, sample in zip(keys(job.samples), job.samples, strict=True)
+    ]
     done = read_journals(folder.glob(f"{job.name}.*.jsonl"))
     missing = [(name, sample) for name, sample in zip(names, job.samples, strict=True) if name not in done]
     mine = missing[state.process_index :: state.num_processes]
@@ -54,6 +57,11 @@ def predict(
     state.wait_for_everyone()
     done = read_journals(folder.glob(f"{job.name}.*.jsonl"))
     return [done[name] for name in names]
+
+
+def _digest(job: Job, sample: Sample) -> str:
+    """Of all that decides the answer beside the settings of the run; right answers do not, they are read when it is scored."""
+    return digest([asdict(job.ask(sample)), job.max_new_tokens])
 
 
 def _entry(job: Job, caches: Caches, tokenizer: Any, prompt: Prompt) -> dict[str, Any]:

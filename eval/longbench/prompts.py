@@ -9,7 +9,6 @@ six tasks, which is put right here. Its prompt for v2 asks for a letter where th
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from eval.json_files import read_json
 from eval.prompts import Question
 
 _V2_LAST_LINE = (
@@ -54,8 +54,8 @@ def load_config(config_dir: Path | None) -> Config:
     if config_dir is None:
         folder = _lm_eval_folder() / "longbench"
         return Config(_from_lm_eval(folder), "lm-eval")
-    prompts = json.loads(_find(config_dir, "dataset2prompt.json").read_text(encoding="utf-8"))
-    lengths = json.loads(_find(config_dir, "dataset2maxlen.json").read_text(encoding="utf-8"))
+    prompts = read_json(_find(config_dir, "dataset2prompt.json"))
+    lengths = read_json(_find(config_dir, "dataset2maxlen.json"))
     return Config(prompts, "official files", lengths)
 
 

@@ -2,7 +2,7 @@
 
     python -m eval.needle                                                # SmolLM2 on whatever machine this is
     python -m eval.needle --model Qwen/Qwen3-8B --lengths 8192 32768 131072 --tasks needle niah_multikey_3 vt
-    python -m eval.needle --data niah_multikey_3.jsonl                   # RULER's own files
+    python -m eval.needle --data niah_multikey_3/validation.jsonl        # RULER's own files
 
 Prompts are generated from the seed, to any length. Writes into --output_dir `needle.csv`, with the sparse decode steps, hit
 rate, peak KV bytes on the GPU and tokens per second beside each score, and the heat map `needle.png`. If hisparse and
@@ -17,7 +17,6 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tqdm import tqdm
 from eval import models
 from eval.answers import answer
 from eval.environment import conditions, write_csv
+from eval.flags import both_spellings
 from eval.journal import Journal, claim, read_journals
 from eval.methods import METHODS, Caches, Method
 from eval.needle.heatmap import draw
@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items()),
     )
-    add = parser.add_argument
+    add = both_spellings(parser)
     add("--model", help="hub id or folder of a causal language model (SmolLM2-135M-Instruct)")
     add(
         "--dtype",
@@ -98,12 +98,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--seed", type=int, default=0)
     add("--output_dir", type=Path, default=Path("eval_output/needle"), help="(%(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit {args.limit}: must be at least 1")
+    return args
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask, score, draw."""
     plan = Plan(args.tasks, args.lengths, args.depths, args.samples, args.seed)
+    methods = [_method(name, args) for name in args.methods]
     conditions()  # measures the link, which needs memory that the model may leave none of
     model, tokenizer = models.load(args.model, args.device, args.dtype)
     settings = {
@@ -114,23 +118,27 @@ def run(args: argparse.Namespace) -> int:
         {**settings, "question_as_decode": args.question_as_decode, "dtype": str(model.dtype)},
     )
     if args.data:
-        probes = [probe for path in args.data for probe in from_ruler(path, args.limit)]
+        probes = from_ruler(args.data, args.limit)
     else:
         probes = list(tqdm(generate(plan, tokenizer), total=len(plan), desc="generating", unit="prompt"))
 
     found: dict[str, Entries] = {}
     rows: list[dict[str, Any]] = []
-    for name in args.methods:
-        method = Method(name)
-        if method.sparse:
-            method = Method(name, args.token_budget, None if method.resident else args.device_buffer_tokens)
-        journal = args.output_dir / "journal" / f"{name}.jsonl"
-        found[name] = ask(Caches(model, method), tokenizer, probes, journal, args.question_as_decode)
-        rows += score_rows(name, probes, found[name])
+    for method in methods:
+        journal = args.output_dir / "journal" / f"{method.name}.jsonl"
+        found[method.name] = ask(Caches(model, method), tokenizer, probes, journal, args.question_as_decode)
+        rows += score_rows(method.name, probes, found[method.name])
         write_csv(args.output_dir / "needle.csv", rows)
     draw(rows, args.output_dir / "needle.png", _caption(args, str(model.dtype)))
     print(f"{table(rows)}\nwritten: {args.output_dir}")
     return compare(probes, found)
+
+
+def _method(name: str, args: argparse.Namespace) -> Method:
+    method = Method(name)
+    if not method.sparse:
+        return method
+    return Method(name, args.token_budget, None if method.resident else args.device_buffer_tokens)
 
 
 def ask(caches: Caches, tokenizer: Any, probes: Sequence[Probe], path: Path, split: bool) -> Entries:
@@ -150,12 +158,11 @@ def ask(caches: Caches, tokenizer: Any, probes: Sequence[Probe], path: Path, spl
 def score_rows(method: str, probes: Sequence[Probe], entries: Entries) -> list[dict[str, Any]]:
     """A row for each task, length and depth."""
 
-    def place(probe: Probe) -> tuple[str, int, float | None]:
-        return probe.task, probe.length, probe.depth
-
+    places: dict[tuple[str, int, float | None], list[Mapping[str, Any]]] = {}
+    for probe in probes:
+        places.setdefault((probe.task, probe.length, probe.depth), []).append(entries[probe.key])
     rows = []
-    for (task, length, depth), group in groupby(probes, place):
-        answers = [entries[probe.key] for probe in group]
+    for (task, length, depth), answers in places.items():
         mean = round(100 * sum(found["score"] for found in answers) / len(answers), 2)
         rows.append({"method": method, "length": length, "depth": depth, **report_row(task, mean, answers)})
     return rows

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from eval.journal import digest
+from eval.json_files import read_json_lines
 from eval.needle.tasks import TASKS, Example, example, fit
 from eval.prompts import Question, encode
 
@@ -37,10 +39,10 @@ class Probe:
     expected: tuple[str, ...]
     max_new_tokens: int
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """A name that no other probe of a run has."""
-        return f"{self.task}/{self.length}/{self.depth}/{self.sample}"
+        """A name that no other probe of a run has, and that this one loses when what is asked or expected changes."""
+        return f"{self.task}/{self.length}/{self.depth}/{self.sample}/{digest(asdict(self))}"
 
 
 @dataclass(frozen=True)
@@ -97,33 +99,73 @@ def generate(plan: Plan, tokenizer: Any) -> Iterator[Probe]:
                     yield Probe(name, length, depth, sample, made.ask(), made.expected, task.max_new_tokens)
 
 
-def from_ruler(path: Path, limit: int | None) -> list[Probe]:
-    """Samples of one of RULER's files, ``TASK.jsonl`` with index, input, outputs and length; asked as they are.
+def from_ruler(paths: Sequence[Path], limit: int | None) -> list[Probe]:
+    """Samples of RULER's files, ``TASK/validation.jsonl`` or ``TASK.jsonl``, at most `limit` of each; asked as they are.
 
-    Their question is the last line of "input". All count as of the length of the longest.
+    Their lines have index, input, outputs and length. The question is the last line of "input". All samples of a file count
+    as of the length of the longest.
 
     Raises
     ------
     ValueError
-        If the file is not in this format.
+        If a file is not in this format, or a sample comes twice.
     """
-    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()][
-        :limit
-    ]
-    fields = ("index", "input", "outputs", "length")
-    if not samples or any(field not in sample for sample in samples for field in fields):
-        raise ValueError(f"{path} is not one of RULER's files: its lines must have {', '.join(fields)}")
-    length = max(sample["length"] for sample in samples)
-    known = TASKS.get(path.stem)
+    probes = [probe for path in paths for probe in _ruler_file(path, limit)]
+    seen: set[str] = set()
+    for probe in probes:
+        if probe.key in seen:
+            raise ValueError(
+                f"--data: sample {probe.sample} of {probe.task} comes twice: give each file once"
+            )
+        seen.add(probe.key)
+    return probes
+
+
+_SPLITS = ("validation", "test", "train")  # RULER names its files so, and their folder after the task
+_RULER_FIELDS = {"index": int, "input": str, "outputs": list, "length": int}
+_RULER_ANSWERS = {
+    "qa_1": 32,
+    "qa_2": 32,
+}  # tokens to generate in RULER's tasks that `TASKS` lacks; 128 in the others
+
+
+def _ruler_file(path: Path, limit: int | None) -> list[Probe]:
+    task = path.resolve().parent.name if path.stem in _SPLITS else path.stem
+    lines = list(read_json_lines(path))[:limit]
+    line_of: dict[int, int] = {}
+    for number, sample in lines:
+        _check_ruler(sample, f"{path}, line {number}")
+        first = line_of.setdefault(sample["index"], number)
+        if first != number:
+            raise ValueError(f"{path}, line {number} has the index {sample['index']} of line {first}")
+    if not lines:
+        raise ValueError(f"{path} has no samples")
+    length = max(sample["length"] for _, sample in lines)
+    known = TASKS.get(task)
     return [
         Probe(
-            task=f"RULER {path.stem}",
+            task=f"RULER {task}",
             length=length,
             depth=None,
             sample=sample["index"],
             question=Question(sample["input"], sample["input"].rstrip().rpartition("\n")[2], chat=False),
             expected=tuple(sample["outputs"]),
-            max_new_tokens=known.max_new_tokens if known else 128,
+            max_new_tokens=known.max_new_tokens if known else _RULER_ANSWERS.get(task, 128),
         )
-        for sample in samples
+        for _, sample in lines
     ]
+
+
+def _check_ruler(sample: dict[str, Any], where: str) -> None:
+    wrong = [name for name, kind in _RULER_FIELDS.items() if not isinstance(sample.get(name), kind)]
+    if wrong:
+        shown = ", ".join(
+            f"{name}={sample[name]!r:.60}" if name in sample else f"no {name}" for name in wrong
+        )
+        wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in _RULER_FIELDS.items())
+        raise ValueError(
+            f"{where} is not of one of RULER's files: it has {shown}; its lines must have {wanted}"
+        )
+    outputs = sample["outputs"]
+    if not outputs or not all(isinstance(output, str) for output in outputs):
+        raise ValueError(f"{where} has outputs={outputs!r:.60}, must be a list of at least one string")

@@ -41,9 +41,16 @@ def parse_args() -> argparse.Namespace:
         "--multiples", type=float, nargs="+", default=[1, 1.25, 1.5, 2, 3, 4, 6, 8], help="buffer / selection"
     )
     add("--seed", type=int, default=0, help="of the sampled tokens")
-    add("--output", type=Path, default=Path("eval/results/policies.csv"))
+    add(
+        "--output",
+        type=Path,
+        help="the CSV, with a picture beside it; default: eval/results/policies.csv, with --trace beside the trace",
+    )
     add("--quick", action="store_true", help="a random model of toy size, to see that it works")
     args = parser.parse_args()
+    if args.output is None:
+        ours = Path("eval/results/policies.csv")
+        args.output = ours if args.trace is None else args.trace.with_suffix(".csv")
     if min(args.multiples) < 1:
         parser.error(f"--multiples {min(args.multiples):g}: a buffer holds a selection at least, 1")
     return args

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from typing import Any, Protocol
 
+import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -78,11 +81,35 @@ class SelectorFamily:
         return repr(self.selector)
 
 
+def native_layers(config: PreTrainedConfig) -> list[Any]:
+    """transformers' own cache layers for this configuration."""
+    # The file of some models registers a kind of layer, and a configuration alone has not loaded it.
+    with contextlib.suppress(ImportError):
+        importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    try:
+        return list(DynamicCache(config=config).layers)
+    except KeyError as error:
+        raise ValueError(
+            f"HiSparseCache: transformers knows no cache layer {error}, which {config.model_type!r} asks for: use the model's "
+            "own cache"
+        ) from error
+
+
+def refuse_sinks(model: torch.nn.Module, family: Family) -> None:
+    """Refuse a model whose attention has sinks, which decode over selected pages does not compute (ValueError)."""
+    if isinstance(family, SelectorFamily) and any(
+        name.endswith(".sinks") for name, _ in model.named_parameters()
+    ):
+        raise ValueError(
+            f"HiSparseCache: the attention of {type(model).__name__} has sinks (s_aux=), which is not supported: use DynamicCache"
+        )
+
+
 def new_layers(
     config: PreTrainedConfig, family: Family, settings: LayerSettings, padding: Padding
 ) -> list[Any]:
     """The layers of an empty cache, none of which another cache has."""
-    native = DynamicCache(config=config).layers
+    native = native_layers(config)
     layers = family.layers(settings, padding)
     for index in set(range(len(layers))) - set(family.hosted):
         dense = type(native[index]) is DynamicLayer
@@ -134,7 +161,7 @@ def family_of(
         raise ValueError(
             f"HiSparseCache: layers of {decoder.model_type!r} share keys and values, which is not supported: use DynamicCache"
         )
-    layers = list(DynamicCache(config=config).layers)
+    layers = native_layers(config)
     blocks = [i for i, layer in enumerate(layers) if hasattr(layer, "update_index")]
     latent = any(hasattr(layer, "update_indexer") for layer in layers)
     if mla_mode != "absorb" and not latent:
@@ -197,6 +224,11 @@ def _check_no_selector(decoder: PreTrainedConfig, selector: Selector | None, own
 def _selector_family(
     decoder: PreTrainedConfig, layers: list[Any], selector: Selector | None
 ) -> SelectorFamily:
+    if softcap := getattr(decoder, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"HiSparseCache: the attention of {decoder.model_type!r} has softcap={softcap}, which is not supported: use "
+            "DynamicCache"
+        )
     if selector is None:
         raise ValueError(
             "HiSparseCache: selector=None, but the model brings no selection of its own: pass one, for example "

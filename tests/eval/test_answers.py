@@ -9,7 +9,7 @@ from eval.answers import answer
 from eval.methods import Caches, Method
 from eval.prompts import Prompt
 
-from .. import models
+from .. import models, msa_models
 from ..oracle import quest_oracle
 
 IDS = models.prompt(1, 400)[0].tolist()
@@ -86,6 +86,15 @@ def test_settings_that_do_not_belong_together():
         Method("sparse")
     with pytest.raises(ValueError, match="method 'dynamic' is dense"):
         Method("dynamic", token_budget=64)
+    with pytest.raises(ValueError, match="method 'dynamic' is dense"):
+        Method("dynamic", token_budget=0)
+    with pytest.raises(ValueError, match="Quest: token_budget=0, must be a whole number of at least 1"):
+        Method("hisparse", token_budget=0)
+
+
+def test_a_buffer_of_no_tokens_is_refused(twins):
+    with pytest.raises(ValueError, match="device_buffer_tokens=0"):
+        Caches(twins("qwen3", "cpu").enabled, Method("hisparse", 64, 0))
 
 
 def test_methods_that_this_machine_cannot_run_say_so(twins, monkeypatch):
@@ -132,3 +141,19 @@ def test_a_model_that_selects_by_itself_takes_no_budget():
     )
     assert small[0].tokens == resident[0].tokens
     assert small[0].measures.sparse_steps == 11
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 411, 416])
+def test_resident_holds_whole_blocks_of_a_model_that_selects_blocks(tokens):
+    caches = Caches(msa_models.build("two_groups"), Method("hisparse-resident"))
+    records = caches.empty(tokens).hosted_layers[0].buffer_records
+    blocks = -(-tokens // msa_models.BLOCK)
+    assert records == max(blocks, msa_models.TOP_K)
+
+
+def test_answers_of_a_model_that_selects_blocks():
+    native, enabled = msa_models.msa_twins("two_groups", "cpu")
+    expected = answers(native, Method("dynamic"), [Prompt(IDS)])  # the model's own cache, and as sparse
+    for name in ("hisparse", "hisparse-resident"):
+        [found] = answers(enabled, Method(name), [Prompt(IDS)])
+        assert found.tokens == expected[0].tokens and found.measures.sparse_steps == 11

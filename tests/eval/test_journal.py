@@ -59,3 +59,13 @@ def test_results_of_other_settings_are_not_mixed(tmp_path):
     claim(tmp_path / "run", {"method": "hisparse", "max_length": 100, "folder": None})
     with pytest.raises(ValueError, match="max_length=100 there, 200 asked"):
         claim(tmp_path / "run", {"method": "hisparse", "max_length": 200, "folder": None})
+
+
+def test_broken_settings_name_file_and_line(tmp_path):
+    claim(tmp_path, {"method": "hisparse"})
+    (tmp_path / "settings.json").write_text('{\n"method": "hisp')
+    with pytest.raises(ValueError, match=r"settings\.json, line 2 is not JSON"):
+        claim(tmp_path, {"method": "hisparse"})
+    (tmp_path / "settings.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"settings\.json is list, must be a JSON object"):
+        claim(tmp_path, {"method": "hisparse"})

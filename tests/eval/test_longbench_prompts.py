@@ -114,6 +114,9 @@ def test_official_files_are_taken_from_a_folder(tmp_path):
     (tmp_path / "config" / "dataset2maxlen.json").write_text(json.dumps({"qasper": 7}))
     config = prompts.load_config(tmp_path)
     assert config.prompts["qasper"] == "{context} {input}" and config.max_new_tokens["qasper"] == 7
+    (tmp_path / "config" / "dataset2maxlen.json").write_text('{\n"qasper"')
+    with pytest.raises(ValueError, match=r"dataset2maxlen\.json, line 2 is not JSON"):
+        prompts.load_config(tmp_path)
 
 
 YAML = """

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.answers import answer
 from eval.longbench.__main__ import main
 from eval.longbench.data import keys, load_v1, load_v2
 
@@ -106,6 +107,10 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
+def _name(entry: dict[str, object]) -> str:
+    return str(entry["key"]).partition("@")[0]
+
+
 def start(place: Path, output: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """The same as a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -171,6 +176,60 @@ def test_a_lost_sample_is_a_difference(place, tmp_path, capsys):
         main(["--compare", str(whole), str(part)])
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_comparison_says_which_settings_differ(v2, place, tmp_path, capsys):
+    which = ["--v2"] if v2 else ["--tasks", "trec"]
+    runs = []
+    for budget in ("64", "128"):
+        output = tmp_path / budget
+        main(command(place, output, *which, "--limit", "1", "--token_budget", budget))
+        runs.append(output / ("results/tiny-hisparse.jsonl" if v2 else "pred/tiny-hisparse"))
+    capsys.readouterr()
+    main(["--compare", *map(str, runs)])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "settings: token_budget is 64 and 128"
+    assert not any(line.startswith("settings") for line in others)
+    main(["--compare", str(runs[0]), str(runs[0])])
+    assert "settings" not in capsys.readouterr().out
+    for path in tmp_path.glob("128/*/*/settings.json"):
+        path.unlink()
+    main(["--compare", *map(str, runs)])
+    assert capsys.readouterr().out.startswith(f"settings: there is no settings.json of {runs[1]}\n")
+
+
+BROKEN = [
+    ('{"_id": "a", "tokens": [1]}\n{"_id', "line 2 is not JSON"),
+    ('{"_id": "a", "tokens": [1]}\n\n[1]\n', "line 3 is list, must be a JSON object"),
+    ('{"_id": "a"}\n', "line 1 has no tokens: these are not predictions"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN)
+def test_broken_predictions_name_file_and_line(content, message, tmp_path):
+    (tmp_path / "trec.jsonl").write_text(content)
+    with pytest.raises(SystemExit, match=rf"trec\.jsonl, {message}"):
+        main(["--compare", str(tmp_path), str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("trec.jsonl", b'{"_id": "a"}\n{"_id": "b', r"trec\.jsonl, line 2 is not JSON"),
+        ("trec.jsonl", b'{"_id": "\xe4"}\n', r"trec\.jsonl, line 1 is not JSON"),
+        ("data.json", b'[\n{"_id": "a"},\n{"_id"]', r"data\.json, line 3 is not JSON"),
+        ("data.json", b'[\n"\xe4"]', r"data\.json, line 2 is not JSON"),
+        ("data.json", b'{"_id": "a"}', r"data\.json must be a list of JSON objects"),
+    ],
+)
+def test_broken_data_name_file_and_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        if name == "data.json":
+            load_v2(tmp_path, None)
+        else:
+            load_v1("trec", e=False, data_dir=tmp_path, limit=None)
+
+
 def test_longbench_e_scores_by_length(place, tmp_path):
     main(command(place, tmp_path, "--e", "--method", "dynamic", "--tasks", "trec"))
     folder = tmp_path / "pred_e" / "tiny-dynamic"
@@ -223,7 +282,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(place, tmp_path, undisturb
 
     assert main(command(place, tmp_path, *SPARSE, "--tasks", "hotpotqa")) == 0
     assert journal.read_bytes().startswith(before)  # what was done is not done again
-    assert sorted(line["key"] for line in lines(journal)) == [f"hotpotqa-{i}" for i in range(SAMPLES)]
+    assert sorted(_name(line) for line in lines(journal)) == [f"hotpotqa-{i}" for i in range(SAMPLES)]
     assert (folder / "hotpotqa.jsonl").read_bytes() == undisturbed
 
 
@@ -237,6 +296,39 @@ def test_a_finished_run_predicts_nothing_again(place, tmp_path, undisturbed, mon
     assert path.read_bytes() == undisturbed
 
 
+def test_only_samples_whose_content_changed_are_predicted_again(place, tmp_path, monkeypatch):
+    asked = []
+
+    def spy(*args, **kwargs):
+        asked.append(args)
+        return answer(*args, **kwargs)
+
+    monkeypatch.setattr("eval.longbench.predict.answer", spy)
+    data = tmp_path / "data"
+    data.mkdir()
+    given = lines(place / "data" / "hotpotqa.jsonl")[:3]
+
+    def run() -> tuple[int, list[dict[str, object]], float]:
+        (data / "hotpotqa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in given))
+        before = len(asked)
+        main(command(place, tmp_path, *SPARSE, "--tasks", "hotpotqa", "--data_dir", str(data)))
+        folder = tmp_path / "pred" / "tiny-hisparse"
+        score = json.loads((folder / "result.json").read_text())["hotpotqa"]
+        return len(asked) - before, lines(folder / "hotpotqa.jsonl"), score
+
+    count, first, _ = run()
+    assert count == 3
+    given[1]["context"] = "Something else. " * 10
+    count, second, _ = run()
+    assert count == 1 and second[1]["tokens"] != first[1]["tokens"]
+    assert second[0] == first[0] and second[2] == first[2]
+    for sample, line in zip(given, second, strict=True):
+        sample["answers"] = [line["pred"]]
+    count, third, score = run()
+    assert count == 0 and [line["answers"] for line in third] == [line["answers"] for line in given]
+    assert score > 0  # of the answers as they are now
+
+
 def test_two_processes_share_the_samples_and_merge_in_order(place, tmp_path, undisturbed):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     process = start(place, tmp_path, *SPARSE, "--tasks", "hotpotqa", launcher=launcher)
@@ -244,7 +336,7 @@ def test_two_processes_share_the_samples_and_merge_in_order(place, tmp_path, und
     assert process.returncode == 0, output
     folder = tmp_path / "pred" / "tiny-hisparse"
     journals = [lines(folder / "journal" / f"hotpotqa.{rank}.jsonl") for rank in (0, 1)]
-    assert [[line["key"] for line in journal] for journal in journals] == [
+    assert [[_name(line) for line in journal] for journal in journals] == [
         [f"hotpotqa-{i}" for i in range(rank, SAMPLES, 2)] for rank in (0, 1)
     ]
     assert (folder / "hotpotqa.jsonl").read_bytes() == undisturbed
@@ -300,6 +392,7 @@ def test_settings_are_not_mixed(place, tmp_path):
         (("--tasks", "qasper"), "there is no prompt for qasper in the official files"),
         (("--method", "offloaded", "--tasks", "trec"), "copies KV over CUDA streams"),
         (("--method", "dynamic", "--token_budget", "64"), "method 'dynamic' is dense"),
+        (("--token_budget", "0", "--tasks", "trec"), "Quest: token_budget=0"),
         (("--tasks", "trec", "--data_dir", "."), "has no trec.jsonl"),
         (("--tasks", "trec", "--max_length", "5000"), "more than the 4096 that the model was made for"),
     ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from eval.needle.__main__ import main
+from eval.answers import answer
+from eval.needle.__main__ import main, score_rows
 from eval.needle.heatmap import draw
 from eval.needle.probes import Plan, from_ruler, generate
 from eval.needle.tasks import TASKS, score
@@ -136,7 +138,7 @@ def ruler_file(folder):
 
 
 def test_rulers_files_are_asked_as_they_are(tmp_path):
-    found = from_ruler(ruler_file(tmp_path), limit=2)
+    found = from_ruler([ruler_file(tmp_path)], limit=2)
     assert [probe.sample for probe in found] == [0, 1]
     assert {probe.length for probe in found} == {61} and found[0].max_new_tokens == 128
     tokenizer = tiny.tokenizer()
@@ -144,8 +146,103 @@ def test_rulers_files_are_asked_as_they_are(tmp_path):
     assert prompt.ids == tokenizer("Some text.\nWhat is it? It is").input_ids
     assert tokenizer.decode(prompt.ids[prompt.question :]) == "What is it? It is"
     (tmp_path / "other.jsonl").write_text('{"input": "x"}\n')
-    with pytest.raises(ValueError, match="is not one of RULER's files"):
-        from_ruler(tmp_path / "other.jsonl", None)
+    with pytest.raises(
+        ValueError, match="line 1 is not of one of RULER's files: it has no index, no outputs"
+    ):
+        from_ruler([tmp_path / "other.jsonl"], None)
+
+
+def split_file(folder, text="Some text.\nWhat is it?", indices=(0, 1), length=60):
+    """As RULER writes them, ``TASK/validation.jsonl``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"index": i, "input": text, "outputs": ["x"], "length": length} for i in indices]
+    (folder / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "validation.jsonl"
+
+
+def test_rulers_files_of_several_tasks_are_kept_apart(tmp_path, monkeypatch):
+    names = ("vt", "qa_1", "niah_multivalue")
+    found = from_ruler([split_file(tmp_path / name) for name in names], None)
+    assert [probe.task for probe in found[::2]] == [f"RULER {name}" for name in names]
+    assert [probe.max_new_tokens for probe in found[::2]] == [30, 32, 128]
+    assert len({probe.key for probe in found}) == 6
+    monkeypatch.chdir(tmp_path / "vt")
+    assert from_ruler([Path("validation.jsonl")], None) == found[:2]
+
+
+def test_the_same_task_twice_is_kept_apart_and_one_row(tmp_path):
+    found = from_ruler([split_file(tmp_path / i / "vt", text=f"{i}?") for i in "ab"], None)
+    assert len({probe.key for probe in found}) == 4
+    measures = dict.fromkeys(
+        ("prompt_tokens", "new_tokens", "sparse_steps", "selected", "hits", "kv_bytes"), 1
+    )
+    measures |= {"prompt_s": 1, "decode_s": 1}
+    entries = {p.key: {"score": p.question.text == "a?", **measures} for p in found}
+    [row] = score_rows("dynamic", [found[0], found[2], found[1], found[3]], entries)
+    assert row["score"] == 50
+
+
+def test_a_sample_of_ruler_that_comes_twice_is_refused(tmp_path):
+    path = split_file(tmp_path / "vt")
+    with pytest.raises(ValueError, match="sample 0 of RULER vt comes twice: give each file once"):
+        from_ruler([path, path], None)
+    with pytest.raises(ValueError, match=r"vt.validation\.jsonl, line 3 has the index 0 of line 1"):
+        from_ruler([split_file(tmp_path / "vt", indices=(0, 1, 0))], None)
+
+
+@pytest.mark.parametrize("outputs", ["x", None, [], [1]])
+def test_a_line_of_ruler_without_a_list_of_answers(outputs, tmp_path):
+    line = {"index": 0, "input": "?", "outputs": ["x"], "length": 1}
+    lines = [line, {**line, "index": 1, "outputs": outputs}]
+    (tmp_path / "vt.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"vt\.jsonl, line 2 .*outputs="):
+        from_ruler([tmp_path / "vt.jsonl"], None)
+
+
+def test_a_broken_line_of_ruler_is_named(tmp_path):
+    (tmp_path / "vt.jsonl").write_text('\n{"index": 0')
+    with pytest.raises(ValueError, match=r"vt\.jsonl, line 2 is not JSON"):
+        from_ruler([tmp_path / "vt.jsonl"], None)
+
+
+@pytest.mark.parametrize("limit", ["-1", "0"])
+def test_a_limit_below_one_is_refused(limit, capsys):
+    with pytest.raises(SystemExit):
+        main(["--data", "vt.jsonl", "--limit", limit])
+    assert f"--limit {limit}: must be at least 1" in capsys.readouterr().err
+
+
+def test_a_budget_of_no_tokens_is_refused_before_the_model_is_read(tmp_path):
+    with pytest.raises(SystemExit, match="Quest: token_budget=0"):
+        main(["--model", str(tmp_path), "--token_budget", "0"])
+
+
+@on_cpu
+def test_only_samples_whose_content_changed_are_asked_again(tmp_path, monkeypatch):
+    model = tiny.save_checkpoint(tmp_path / "tiny")
+    asked = []
+
+    def spy(caches, prompt, new):
+        asked.append(prompt.ids)
+        return answer(caches, prompt, new)
+
+    monkeypatch.setattr("eval.needle.__main__.answer", spy)
+    monkeypatch.setattr("eval.needle.__main__.draw", lambda *_: None)
+    path = split_file(tmp_path / "vt")
+    command = ["--model", str(model), "--data", str(path), "--methods", "dynamic"]
+    command += ["--output_dir", str(tmp_path / "out")]
+    assert main(command) == 0 and len(asked) == 2
+    assert main(command) == 0 and len(asked) == 2
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["input"] = "Another text."
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(command) == 0 and len(asked) == 3
+    assert asked[2] == tiny.tokenizer()("Another text.").input_ids
+    lines[0]["outputs"] = [""]  # which every answer holds
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(command) == 0 and len(asked) == 4
+    [row] = csv.DictReader((tmp_path / "out" / "needle.csv").open())
+    assert float(row["score"]) >= 50
 
 
 @on_cpu

@@ -128,7 +128,14 @@ def test_cache_implementation_beside_the_cache(model):
 def test_attention_that_decode_does_not_compute(device, name):
     model = build(name).to(device)
     model.set_attn_implementation("eager")
-    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    with pytest.raises(ValueError, match=r"(softcap=|s_aux=).*DynamicCache"):
+        HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    if name == "softcap":  # which a configuration tells as well
+        with pytest.raises(ValueError, match=r"softcap=.*DynamicCache"):
+            HiSparseCache(model.config, Quest(32, 4, dense_layers=0))
+        return
+    cache = HiSparseCache(model.config, Quest(32, 4, dense_layers=0))
+    enable(model)
     argument = {"softcap": "softcap=", "sinks": "s_aux="}[name]
     for _ in range(2):  # the first call stops within; a second must not take its remains for a history
         with pytest.raises((ValueError, RuntimeError), match=rf"({argument}.*DynamicCache|cache\.reset\(\))"):

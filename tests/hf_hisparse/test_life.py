@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import mmap
+import weakref
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hf_hisparse import HiSparseCache, Quest, host_memory
 from hf_hisparse.host_memory import PinnedArea, touch
 from tests.dsa_models import dsa_twins
-from tests.models import prompt
+from tests.models import build, prompt
 
 SELECTOR = Quest(32, 4)
 MIB = 2**20
@@ -164,3 +165,37 @@ def test_a_copy_outlives_the_cache(model):
         expected = model(prompt(2, 3, 1, str(model.device)), past_key_values=again).logits
         cache.close()
         assert torch.equal(model(prompt(2, 3, 1, str(model.device)), past_key_values=other).logits, expected)
+
+
+def test_a_copy_of_an_empty_cache_keeps_nothing_of_it(model):
+    cache = HiSparseCache(model, SELECTOR)
+    with torch.no_grad():
+        model(prompt(1, 300, device=str(model.device)), past_key_values=cache)
+    held = [weakref.ref(part) for layer in cache.hosted_layers for part in (layer.pool.area, layer.buffer)]
+    cache.reset()
+    other = copy.deepcopy(cache)
+    del cache
+    gc.collect()
+    assert not any(part() for part in held)
+    with torch.no_grad():
+        model(prompt(1, 30, device=str(model.device)), past_key_values=other)
+
+
+def test_closing_ends_a_recording(model, tmp_path, caplog):
+    cache = HiSparseCache(model, SELECTOR)
+    with pytest.raises(KeyError, match="mine"), cache.record_trace(tmp_path / "trace.npz"):
+        cache.close()
+        raise KeyError("mine")
+    assert "no trace is written" in caplog.text
+    assert not (tmp_path / "trace.npz").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_sliding", "gemma3"])
+def test_cropped_to_nothing_a_cache_takes_another_batch(name):
+    model = build(name)
+    cache, fresh = HiSparseCache(model, SELECTOR), HiSparseCache(model, SELECTOR)
+    with torch.no_grad():
+        model(prompt(3, 20), past_key_values=cache)
+        cache.crop(-20)
+        got = model(prompt(2, 39), past_key_values=cache).logits
+        assert torch.equal(got, model(prompt(2, 39), past_key_values=fresh).logits)

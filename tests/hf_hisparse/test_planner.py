@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3Config
+from transformers import AutoConfig, DynamicCache, Qwen3Config
 
 from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.__main__ import main
@@ -92,6 +96,29 @@ def test_use_it():
     assert any("max_position_embeddings=40960" in note for note in planned.notes)
 
 
+def test_the_advised_cache_takes_no_more_than_planned():
+    """Where there is no room for growth a limit is advised: a cache would take it all the same."""
+    roomy = _plan(131072)
+    least = _plan(131072, device="14.4GiB")
+    assert "device_buffer_tokens=" in roomy.advice and least.use
+    assert f"device_memory={least.memory.device_bytes})" in least.advice
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(prefill_chunk=-5),
+        dict(prefill_chunk=0.5),
+        dict(bandwidth=25),
+        dict(bandwidth=float("nan")),
+        dict(device_buffer_tokens=0),
+    ],
+)
+def test_settings_make_sense(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+        _plan(131072, **wrong)
+
+
 def test_do_not_use_it():
     planned = _plan(8192)
     assert not planned.use and planned.advice.startswith("Do not use HiSparse here: DynamicCache fits")
@@ -131,6 +158,37 @@ def test_the_largest_fit_and_what_is_larger_does_not():
     assert planned.caches[-1].largest_context > 1.2 * planned.caches[0].largest_context
 
 
+def test_the_default_curve_is_the_measured_one():
+    rows = csv.DictReader(Path("eval/results/policies.csv").read_text().splitlines())
+    measured = {float(row["buffer_selections"]): float(row["LRU"]) for row in rows if row["layer"] == "all"}
+    assert {size: pytest.approx(measured[size], abs=5e-4) for size in QUEST_MISSES} == QUEST_MISSES
+
+
+@pytest.mark.parametrize("model", ["minimax_m3_vl_text", "glm_moe_dsa", "qwen3"])
+def test_in_a_process_that_has_loaded_no_model(model):
+    """The kinds of cache layers that a model's file registers are there all the same."""
+    sizes = {"num_hidden_layers": 4} | (
+        {"layer_types": ["minimax_m3_sparse"] * 4} if "minimax" in model else {}
+    )
+    program = (
+        "from transformers import AutoConfig; from hf_hisparse import plan\n"
+        f"config = AutoConfig.for_model({model!r}, **{sizes!r})\n"
+        "print(plan(config, context=4096, device_memory='24GiB', host_memory='1GiB', weights='1GiB').model)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [("gpt_oss", "sinks"), ("gemma2", "softcap"), ("deepseek_v4", "use DynamicCache")]
+)
+def test_models_that_the_cache_refuses_are_not_planned(model, reason):
+    config = AutoConfig.for_model(model, num_hidden_layers=8)
+    with pytest.raises(ValueError, match=reason):
+        plan(config, context=4096, device_memory="24GiB", host_memory="1GiB")
+
+
 def test_traffic():
     """Lanes x hosted layers x tokens read x bytes of a token, times the share that misses."""
     planned = _plan(100000, device_buffer_tokens=4096, bandwidth=1e9)
@@ -141,9 +199,10 @@ def test_traffic():
 
 
 def test_miss_rates_between_points():
-    sizes = [0.5, 1, 1.5, 2, 3, 4, 8]
+    sizes = [0.5, 1, 1.7, 2, 3, 5, 8, 9]
     rates = [_miss_rate(QUEST_MISSES, size) for size in sizes]
-    assert rates[:2] == [0.266, 0.266] and rates[-2:] == [0.021, 0.021] and rates[3] == 0.076
+    assert rates[0] == rates[1] == QUEST_MISSES[1.0] and rates[-2] == rates[-1] == QUEST_MISSES[8.0]
+    assert rates[3] == QUEST_MISSES[2.0] and QUEST_MISSES[2.0] < rates[2] < QUEST_MISSES[1.5]
     assert all(fewer <= more for more, fewer in itertools.pairwise(rates))
     for wrong in (1.5, -0.1, {}, {0: 0.5}):
         with pytest.raises(ValueError, match="misses="):
@@ -197,6 +256,8 @@ def test_the_command_line(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["nowhere/at-all"], "nowhere/at-all"),
+        (["{config}", "--token-budget", "0"], "token_budget=0"),
+        (["{config}", "--page-size", "7"], "page_size=7"),
         (["{config}", "--device-memory", "lots"], "device_memory='lots' is not a size"),
         (
             ["{config}", "--device-memory", "9GiB", "--device-buffer-tokens", "100"],

@@ -11,7 +11,7 @@ import zlib
 import pytest
 import torch
 
-from hf_hisparse import HiSparseCache, Quest
+from hf_hisparse import HiSparseCache, Quest, enable
 from tests.dsa_models import DSA_MODELS, dsa_twins
 from tests.models import SUPPORTED, build, perturbed, prompt
 from tests.msa_models import MSA_MODELS, msa_twins
@@ -259,7 +259,7 @@ def test_saving_is_all_or_nothing(model, tmp_path, monkeypatch):
 def test_too_little_room_on_the_disk(model, tmp_path, monkeypatch):
     cache = _prefilled(model, SELECTOR)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(1, 1, 1000))
-    with pytest.raises(OSError, match=r"takes more than .* KiB, 1000 B is free"):
+    with pytest.raises(OSError, match=r"takes more than .* MiB, 1000 B is free"):
         cache.save(tmp_path / "prefix")
     assert not list(tmp_path.iterdir())
 
@@ -276,3 +276,44 @@ def test_nothing_to_save(model, tmp_path):
 def test_too_little_memory_to_load(model, saved, settings, message):
     with pytest.raises(MemoryError, match=f"209 tokens of 2 rows need .*{message}"):
         HiSparseCache.load(saved, model, **settings)
+
+
+def test_what_was_built_from_a_configuration_knows_its_configuration(model, tmp_path):
+    """The weights it cannot tell; nor can a cache whose model is gone."""
+    enable(model)
+    cache = HiSparseCache(model.config, SELECTOR)
+    with torch.no_grad():
+        model(prompt(1, 100, device=str(model.device)), past_key_values=cache)
+    cache.save(tmp_path / "prefix")
+    HiSparseCache.load(tmp_path / "prefix", model)
+    model.config.rope_parameters["rope_theta"] = 123.0
+    with pytest.raises(ValueError, match="another model: its config"):
+        HiSparseCache.load(tmp_path / "prefix", model)
+
+
+def test_another_buffer_of_the_model_is_another_model(tmp_path, device):
+    """A router's bias, for example, is no parameter."""
+    model = copy.deepcopy(dsa_twins("v32", device).enabled)
+    model.register_buffer("bias_of_a_router", torch.zeros(4, device=device))
+    _prefilled(model, None).save(tmp_path / "prefix")
+    model.bias_of_a_router += 1
+    with pytest.raises(ValueError, match="another model: its weights"):
+        HiSparseCache.load(tmp_path / "prefix", model)
+
+
+def test_a_configuration_may_differ_in_what_computes_nothing(model, tmp_path):
+    _prefilled(model, SELECTOR).save(tmp_path / "prefix")
+    model.config.pad_token_id = 7
+    HiSparseCache.load(tmp_path / "prefix", model)
+
+
+@pytest.mark.parametrize("layout", ["per_group", "union"])
+def test_another_layout(device, layout, tmp_path):
+    model = msa_twins("two_groups", device).enabled
+    other = {"per_group": "union", "union": "per_group"}[layout]
+    cache = HiSparseCache(model, layout=layout)
+    with torch.no_grad():
+        model(prompt(1, 100, device=device), past_key_values=cache)
+    cache.save(tmp_path / "prefix")
+    with pytest.raises(ValueError, match=rf"saved with layout='{layout}', this cache has layout='{other}'"):
+        HiSparseCache.load(tmp_path / "prefix", model, layout=other)
