@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import shlex
 import subprocess
 import sys
@@ -78,3 +79,10 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def free_memory() -> None:
+    """Give memory back that nothing refers to any more, the GPU's with it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

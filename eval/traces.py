@@ -193,3 +193,20 @@ def load_trace(path: str | Path) -> Trace:
             positions=file["positions"],
             selections={leader: file[f"selection_{leader}"] for leader in sorted(set(leaders))},
         )
+
+
+class Playback:
+    """The steps of a trace, one after another and again from the first: ``[steps, ...]`` -> ``[...]``.
+
+    Which comes next stands on the device, so that a decode step can be replayed from a CUDA graph.
+    """
+
+    def __init__(self, trace: torch.Tensor) -> None:
+        self._trace = trace
+        self._step = torch.zeros(1, dtype=torch.int64, device=trace.device)
+
+    def next(self) -> torch.Tensor:
+        """The next step."""
+        step = self._trace.index_select(0, self._step)[0]
+        self._step.add_(1).remainder_(len(self._trace))
+        return step

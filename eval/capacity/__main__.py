@@ -12,7 +12,6 @@ eval.traces) answers in its place: keys of random weights have no locality. A ca
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.environment import write_csv
+from eval.environment import free_memory, write_csv
 from eval.shapes import SHAPES, build
 from eval.throughput.__main__ import measure
-from eval.traces import PAPER_CURVE, synthetic_trace
-from hf_hisparse import HiSparseCache, Quest, disable, enable
+from eval.traces import PAPER_CURVE, Playback, synthetic_trace
+from hf_hisparse import HiSparseCache, Quest, disable
 from hf_hisparse.host_memory import parse_bytes
 from hf_hisparse.models.gqa import GqaLayer
+from hf_hisparse.needs import weight_bytes
 
 RESERVE = 3 * 2**29  # bytes for activations and what the allocator cannot use
 TRIES = 4  # batch sizes, from the largest that should fit downwards
@@ -39,13 +39,11 @@ class TracePlayer:
     def __init__(self, layer: GqaLayer, trace: torch.Tensor) -> None:
         self.select = layer.state.select
         self.page_size = layer.layout.tokens
-        self.trace = trace  # int32 [steps, lanes, top_k - 1]
-        self.step = torch.zeros(1, dtype=torch.int64, device=trace.device)  # steps are replayed from a graph
+        self.steps = Playback(trace)  # int32 [steps, lanes, top_k - 1]
 
     def __call__(self, query: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         self.select(query, position)
-        others = self.trace.index_select(0, self.step)[0]
-        self.step.add_(1).remainder_(len(self.trace))
+        others = self.steps.next()
         own = (position // self.page_size).int().expand(len(others), 1)
         return torch.cat([own, others], dim=1)
 
@@ -62,10 +60,11 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, tokens: int, room: in
     """Put a history of `tokens` random tokens into every layer, with room for `room` in all."""
     keys, values = (random_rows(model, batch, tokens) for _ in range(2))
     for index, layer in enumerate(tqdm(cache.layers, desc="history", leave=False)):
+        if not isinstance(cache, HiSparseCache):
+            cache.update(keys, values, index)
+            continue
         if not isinstance(layer, GqaLayer):
-            (layer if isinstance(cache, HiSparseCache) else cache).update(
-                keys, values, *(() if isinstance(cache, HiSparseCache) else (index,))
-            )
+            layer.update(keys, values)
             continue
         layer.growth_target = room
         layer.update(keys, values)
@@ -81,7 +80,7 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, tokens: int, room: in
 
 
 def play_traces(cache: HiSparseCache, tokens: int, steps: int) -> None:
-    """Let a synthetic trace select, a different stretch of it in each layer."""
+    """Let a synthetic trace select, the same in each layer."""
     layers = [layer for layer in cache.hosted_layers if isinstance(layer, GqaLayer)]
     lanes, k = layers[0].buffer.lanes, layers[0].settings.top_k - 1
     pages = tokens // layers[0].layout.tokens - 1
@@ -126,10 +125,8 @@ def run(
     model: PreTrainedModel, cache: Cache, batch: int, context: int, new_tokens: int, label: str
 ) -> dict[str, Any]:
     """Fill the cache and decode `new_tokens`."""
-    if not isinstance(cache, HiSparseCache):
+    if not isinstance(cache, HiSparseCache):  # which enables the model
         disable(model)
-    else:
-        enable(model)
     fill(cache, model, batch, context, context + 2 * new_tokens)
     if isinstance(cache, HiSparseCache):
         play_traces(cache, context, 2 * new_tokens)
@@ -142,8 +139,7 @@ def run(
 
 def largest(model: PreTrainedModel, memory: int, host_memory: int, row: tuple[int, int], most: int) -> int:
     """The largest batch that should fit."""
-    weights = sum(tensor.nbytes for tensor in model.parameters())
-    fits = (memory - weights - RESERVE) // row[0]
+    fits = (memory - weight_bytes(model) - RESERVE) // row[0]
     return max(0, min(fits, host_memory // row[1] if row[1] else fits, most))
 
 
@@ -174,11 +170,9 @@ def best(
 
 
 def free() -> None:
-    """Give memory back that nothing refers to any more."""
-    gc.collect()
+    """Give back what compiling has kept as well."""
     torch._dynamo.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
 
 
 def main() -> None:

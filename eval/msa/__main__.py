@@ -15,7 +15,6 @@ attention over its own `DynamicCache`, every key under a mask.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -28,9 +27,9 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, PreTrainedModel
 
 from eval.decode_steps import gpu_step_time, step_times
-from eval.environment import write_csv
+from eval.environment import free_memory, write_csv
 from eval.shapes import TOY_MSA
-from eval.traces import synthetic_trace
+from eval.traces import Playback, synthetic_trace
 from hf_hisparse import HiSparseCache, disable
 from hf_hisparse.models.msa import BlockLayer
 
@@ -62,14 +61,12 @@ class TracePlayer:
     def __init__(self, indexer: torch.nn.Module, trace: torch.Tensor) -> None:
         self.forward = indexer.forward
         self.block_size = indexer.block_size
-        self.trace = trace  # int64 [steps, batch, KV heads, k - 1]
-        self.step = torch.zeros(1, dtype=torch.int64, device=trace.device)  # steps are replayed from a graph
+        self.steps = Playback(trace)  # int64 [steps, batch, KV heads, k - 1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.forward(*args, **kwargs)
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[-1]
-        selection = self.trace.index_select(0, self.step)[0]
-        self.step.add_(1).remainder_(len(self.trace))
+        selection = self.steps.next()
         own = (positions // self.block_size)[:, None].expand(*selection.shape[:2], 1)
         return torch.cat([own, selection], dim=2)[:, :, None]
 
@@ -207,9 +204,7 @@ def compare(model: PreTrainedModel, args: argparse.Namespace, **sizes: Any) -> I
             except (torch.cuda.OutOfMemoryError, MemoryError) as error:
                 row["error"] = str(error).split("\n")[0]
         del cache
-        gc.collect()
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
         yield row
 
 

@@ -30,7 +30,7 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 from eval.decode_steps import gpu_step_time
 from eval.environment import write_csv
 from eval.shapes import TOY_DSA
-from eval.traces import PAPER_CURVE, synthetic_trace
+from eval.traces import PAPER_CURVE, Playback, synthetic_trace
 from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
 from hf_hisparse.models.mla import LatentLayer
@@ -61,16 +61,11 @@ class TracePlayer:
 
     def __init__(self, indexer: torch.nn.Module, trace: torch.Tensor) -> None:
         self.forward = indexer.forward
-        self.trace = trace  # int32 [steps, batch, k]
-        self.step = torch.zeros(
-            1, dtype=torch.int64, device=trace.device
-        )  # on the device: steps are replayed from a graph
+        self.steps = Playback(trace)  # int32 [steps, batch, k]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.forward(*args, **kwargs)
-        selection = self.trace.index_select(0, self.step)[0]
-        self.step.add_(1).remainder_(len(self.trace))
-        return selection[:, None]
+        return self.steps.next()[:, None]
 
 
 @torch.no_grad()

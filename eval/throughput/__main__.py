@@ -11,7 +11,6 @@ little locality), so look at the misses beside each time.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import time
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
 from eval.answers import Clock
-from eval.environment import write_csv
+from eval.environment import free_memory, write_csv
 from eval.methods import Caches, Method, kv_bytes
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest
@@ -150,9 +149,8 @@ def main() -> None:
                 rows.append(row)
                 print({key: value for key, value in row.items() if key not in ("model", "dtype")}, flush=True)
                 del cache
-                gc.collect()
+                free_memory()
                 if device == "cuda":
-                    torch.cuda.empty_cache()
                     torch._C._host_emptyCache()  # torch keeps the pinned memory that offloading used
                 write_csv(args.output, rows)
     print(f"written: {args.output}")

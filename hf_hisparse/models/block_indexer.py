@@ -13,7 +13,7 @@ from hisparse_kernels.block_scores import block_scores
 
 from ..active import Call, current_call
 from ..hosted_layer import HostedLayer
-from .indexer import slice_rows
+from .indexer import UnknownScores, WatchedKeys, slice_rows
 from .overrides import override, restore
 
 
@@ -64,7 +64,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         sliced = inspect.BoundArguments(bound.signature, part)
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
-        except _UnknownScores:
+        except UnknownScores:
             lazily = False
             continue
         if indices is None:
@@ -131,11 +131,7 @@ class _SlicedCache:
         return _Scores(held, self.layer.layout.tokens) if self.lazily else held[:, None]
 
 
-class _UnknownScores(Exception):
-    """An indexer does something else with its keys than `block_scores` does."""
-
-
-class _Scores:
+class _Scores(WatchedKeys):
     """Stands for the keys in an indexer's code, then for the scores of single keys, until the best of each block is asked for.
 
     Attributes
@@ -148,29 +144,17 @@ class _Scores:
     """
 
     def __init__(self, keys: torch.Tensor, block_size: int) -> None:
-        self.keys, self.block_size = keys, block_size
-        self.query: Any = None
+        padded = () if keys.shape[1] % block_size == 0 else ("pad",)
+        super().__init__(keys, ("float", "transpose", "matmul", "masked_fill", *padded, "view", "amax"))
+        self.block_size = block_size
         self.hidden: Any = None
-        self._steps = iter(("float", "transpose", "matmul", "masked_fill", "pad", "view", "amax"))
-        self._padded = keys.shape[1] % block_size == 0
 
     @property
     def shape(self) -> torch.Size:
         batch, total, width = self.keys.shape
         if self.query is not None:
-            raise _UnknownScores("the shape of scores")
+            raise UnknownScores("the shape of scores")
         return torch.Size((batch, 1, total, width))
-
-    def _step(self, name: str, fits: bool) -> _Scores:
-        expected = next(self._steps, None)
-        if expected == "pad" and self._padded:
-            expected = next(self._steps)
-        if name != expected or not fits:
-            raise _UnknownScores(f"{name} where {expected} was expected")
-        return self
-
-    def float(self) -> _Scores:
-        return self._step("float", True)
 
     def transpose(self, first: int, second: int) -> _Scores:
         return self._step("transpose", {first % 4, second % 4} == {2, 3})
@@ -186,15 +170,12 @@ class _Scores:
         self._step("view", self.query is not None)
         batch, heads, rows, _ = self.query.shape
         if shape != (batch, heads, rows, -(-self.keys.shape[1] // self.block_size), self.block_size):
-            raise _UnknownScores(f"a view as {shape}")
+            raise UnknownScores(f"a view as {shape}")
         return self
 
     def amax(self, dim: int) -> torch.Tensor:
         self._step("amax", dim in (-1, 4))
         return block_scores(self.query, self.keys, self.hidden, self.block_size)
-
-    def __getattr__(self, name: str) -> Any:
-        raise _UnknownScores(f".{name}")
 
     @classmethod
     def __torch_function__(
@@ -208,4 +189,4 @@ class _Scores:
             missing = -args[0].keys.shape[1] % args[0].block_size
             infinite = kwargs.get("value") == float("-inf") and kwargs.get("mode", "constant") == "constant"
             return args[0]._step("pad", infinite and args[1:] == ((0, missing),))
-        raise _UnknownScores(str(function))
+        raise UnknownScores(str(function))

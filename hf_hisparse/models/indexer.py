@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
@@ -18,6 +18,9 @@ from hisparse_kernels.lightning_indexer import lightning_indexer
 from ..active import current_call
 from ..masks import allowed_keys, causal_rows
 from ..records import moved
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class IndexerKeys:
@@ -137,7 +140,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         sliced = inspect.BoundArguments(bound.signature, part)
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
-        except _UnknownScores:
+        except UnknownScores:
             lazily = False
             continue
         indices[:, first:last, : selected.shape[2]] = selected
@@ -178,11 +181,44 @@ class _SlicedCache:
         return _Keys(held, self.start) if self.lazily else held
 
 
-class _UnknownScores(Exception):
-    """An indexer computes something else from its keys than `lightning_indexer` does."""
+class UnknownScores(Exception):
+    """An indexer computes something else from its keys than the kernel that stands ready does."""
 
 
-class _Keys:
+class WatchedKeys:
+    """Stands for the keys in an indexer's code, as long as that does with them what is expected, step by step.
+
+    Parameters
+    ----------
+    keys : ``[B, T, D]``
+    steps : sequence of str
+        What is expected.
+    optional : str
+        A step that may be left out.
+    """
+
+    def __init__(self, keys: torch.Tensor, steps: Sequence[str], optional: str = "") -> None:
+        self.keys = keys
+        self.query: Any = None
+        self._steps, self._optional = iter(steps), optional
+
+    def _step(self, name: str, fits: bool = True) -> Self:
+        expected = next(self._steps, None)
+        if expected == self._optional and name != expected:
+            expected = next(self._steps, None)
+        if name != expected or not fits:
+            raise UnknownScores(f"{name} where {expected} was expected")
+        return self
+
+    def float(self) -> Self:
+        """A step of its own."""
+        return self._step("float")
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownScores(f".{name}")
+
+
+class _Keys(WatchedKeys):
     """Stands for the keys in an indexer's code, until all of ``weights @ relu(query @ keys.T * scale)`` is known.
 
     Attributes
@@ -190,31 +226,15 @@ class _Keys:
     keys : ``[B, T, D]``
     start : int
         Position of the first query.
-    seen : tuple of str
-        What the code has done with the keys.
     """
 
-    _STEPS = ("transpose", "float", "unsqueeze", "matmul", "mul", "relu", "matmul")
-
     def __init__(self, keys: torch.Tensor, start: int) -> None:
-        self.keys, self.start = keys, start
-        self.scale = 1.0
-        self.query: torch.Tensor | None = None
-        self._expected: Iterator[str] = iter(self._STEPS)
-
-    def _step(self, name: str, fits: bool = True) -> _Keys:
-        expected = next(self._expected, None)
-        if expected == "mul" and name == "relu":  # without a scale
-            expected = next(self._expected)
-        if name != expected or not fits:
-            raise _UnknownScores(f"{name} where {expected} was expected")
-        return self
+        steps = ("transpose", "float", "unsqueeze", "matmul", "mul", "relu", "matmul")
+        super().__init__(keys, steps, optional="mul")
+        self.start, self.scale = start, 1.0
 
     def transpose(self, first: int, second: int) -> _Keys:
         return self._step("transpose", {first % 3, second % 3} == {1, 2})
-
-    def float(self) -> _Keys:
-        return self._step("float")
 
     def unsqueeze(self, dim: int) -> _Keys:
         return self._step("unsqueeze", dim == 1)
@@ -226,9 +246,6 @@ class _Keys:
 
     __rmul__ = __mul__
 
-    def __getattr__(self, name: str) -> Any:
-        raise _UnknownScores(f".{name}")
-
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -237,7 +254,7 @@ class _Keys:
             return args[0]._step("relu")
         if function is torch.matmul and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):
             return args[1]._matmul(args[0])
-        raise _UnknownScores(str(function))
+        raise UnknownScores(str(function))
 
     def _matmul(self, left: torch.Tensor) -> Any:
         self._step("matmul")

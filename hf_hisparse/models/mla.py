@@ -295,13 +295,12 @@ class LatentLayer(HostedLayer):
         self.prefetched = None
         self._prefetch_next(i, replay)
         self.buffer.write(new.keys[:, 0, i], new.values[:, 0, i], self.position, replay.written, self.pool)
-        if self.settings.verify:
-            if not torch.equal(selection, replay.selection):
-                raise RuntimeError(
-                    f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares "
-                    "its selection with"
-                )
-            self.verify(selection, replay.slots)
+        if self.settings.verify and not torch.equal(selection, replay.selection):
+            raise RuntimeError(
+                f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares its "
+                "selection with"
+            )
+        self.verify(selection, replay.slots)
         return replay.slots
 
     def _prefetch_next(self, i: int, replay: Replay) -> None:

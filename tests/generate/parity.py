@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,20 +61,41 @@ def assert_parity(
     Returns the caches that the scenario made.
     """
     expected, oracle = judge(twins, scenario, None if dense else settings)
-    caches: list[HiSparseCache] = []
-
-    def new_cache() -> HiSparseCache:
-        caches.append(settings.cache(twins.enabled))
-        return caches[-1]
-
-    ours = Session(twins.enabled, new_cache)
-    SCENARIOS[scenario](ours)
-
     if oracle is None:
         hint = "the judge is dense"
     else:
         assert oracle.sparse_calls > 0, "the judge read everything: the scenario shows nothing"
         hint = f"closest choice of a page: {oracle.margin:.1e}; near 1e-6 take another seed"
+    return _assert_answers(twins, scenario, expected, settings.cache, hint)
+
+
+def assert_parity_of_own_selection(
+    twins: Twins, scenario: str, same_bits: bool = False, **settings: object
+) -> list[HiSparseCache]:
+    """The same for a model that selects by itself, against its own `DynamicCache`; logits to the bit if asked for."""
+    expected, _ = judge(twins, scenario, None)
+    hint, tolerance = "the judge is the model with its own cache", 0.0 if same_bits else TOLERANCE
+    return _assert_answers(
+        twins, scenario, expected, lambda model: HiSparseCache(model, **settings), hint, tolerance
+    )
+
+
+def _assert_answers(
+    twins: Twins,
+    scenario: str,
+    expected: Session,
+    make: Callable[[torch.nn.Module], HiSparseCache],
+    hint: str,
+    tolerance: float = TOLERANCE,
+) -> list[HiSparseCache]:
+    caches: list[HiSparseCache] = []
+
+    def new_cache() -> HiSparseCache:
+        caches.append(make(twins.enabled))
+        return caches[-1]
+
+    ours = Session(twins.enabled, new_cache)
+    SCENARIOS[scenario](ours)
     assert len(ours.texts) == len(expected.texts)
     assert len(ours.logits) == len(expected.logits)
     for call, (text, wanted) in enumerate(zip(ours.texts, expected.texts, strict=True)):
@@ -84,5 +106,5 @@ def assert_parity(
         )
     for call, (logits, wanted) in enumerate(zip(ours.logits, expected.logits, strict=True)):
         error = float((logits - wanted).abs().max())
-        assert error <= TOLERANCE, f"call {call}: logits are off by {error:.1e}; {hint}"
+        assert error <= tolerance, f"call {call}: logits are off by {error:.1e}; {hint}"
     return caches

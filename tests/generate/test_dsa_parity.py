@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_hisparse import HiSparseCache
-from tests.dsa_models import DSA_MODELS, LAYERS, TOP_K, Twins, dsa_twins
+from tests.dsa_models import DSA_MODELS, LAYERS, TOP_K, dsa_twins
+from tests.generate.parity import assert_parity_of_own_selection as assert_parity
 from tests.generate.scenarios import LONG, SCENARIOS, Session
 
-TOLERANCE = 1e-4  # on logits of standard deviation 1 to 2
 ALL = 1024  # tokens: no history of a scenario is longer
 # Scores that all but tie are ordered by the last bit of fp32, and a selection of 32 tokens shows it: other weights then.
 SEEDS = {("glm_FSSF", "reorder"): 1}
-
-
-@functools.cache
-def judge(twins: Twins, scenario: str) -> Session:
-    """The scenario on the model that the library never touched."""
-    session = Session(twins.native, lambda: DynamicCache(config=twins.native.config))
-    SCENARIOS[scenario](session)
-    return session
-
-
-def assert_parity(
-    twins: Twins, scenario: str, same_bits: bool = False, **settings: object
-) -> list[HiSparseCache]:
-    """Fails unless every text is the judge's, and every logit within `TOLERANCE` or to the bit; the caches that were made."""
-    expected = judge(twins, scenario)
-    caches: list[HiSparseCache] = []
-
-    def new_cache() -> HiSparseCache:
-        caches.append(HiSparseCache(twins.enabled, **settings))
-        return caches[-1]
-
-    ours = Session(twins.enabled, new_cache)
-    SCENARIOS[scenario](ours)
-    for call, (text, wanted) in enumerate(zip(ours.texts, expected.texts, strict=True)):
-        assert text.tolist() == wanted.tolist(), f"text {call}"
-    for call, (logits, wanted) in enumerate(zip(ours.logits, expected.logits, strict=True)):
-        error = float((logits - wanted).abs().max())
-        assert error <= (0 if same_bits else TOLERANCE), f"call {call}: logits are off by {error:.1e}"
-    return caches
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

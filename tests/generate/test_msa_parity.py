@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from transformers import DynamicCache
 
-from hf_hisparse import HiSparseCache
 from hf_hisparse.models.msa import LAYOUTS
-from tests.conftest import Twins
+from tests.generate.parity import assert_parity_of_own_selection as assert_parity
 from tests.generate.scenarios import SCENARIOS, Session
 from tests.msa_models import BLOCK, MSA_MODELS, TOP_K, msa_twins
 
-TOLERANCE = 1e-4  # on logits of standard deviation 1 to 2
 BUDGET = BLOCK * TOP_K
 ALL = 1024  # tokens: no history of a scenario is longer
 
@@ -40,33 +36,6 @@ MOVING = (
     "reset_and_reuse",
 )
 OTHERS = [scenario for scenario in SCENARIOS if scenario not in EXCLUDED]
-
-
-@functools.cache
-def judge(twins: Twins, scenario: str) -> Session:
-    """The scenario on the model that the library never touched."""
-    session = Session(twins.native, lambda: DynamicCache(config=twins.native.config))
-    SCENARIOS[scenario](session)
-    return session
-
-
-def assert_parity(twins: Twins, scenario: str, **settings: object) -> list[HiSparseCache]:
-    """Fails unless every text is the judge's, and every logit within `TOLERANCE`; the caches that were made."""
-    expected = judge(twins, scenario)
-    caches: list[HiSparseCache] = []
-
-    def new_cache() -> HiSparseCache:
-        caches.append(HiSparseCache(twins.enabled, **settings))
-        return caches[-1]
-
-    ours = Session(twins.enabled, new_cache)
-    SCENARIOS[scenario](ours)
-    for call, (text, wanted) in enumerate(zip(ours.texts, expected.texts, strict=True)):
-        assert text.tolist() == wanted.tolist(), f"text {call}"
-    for call, (logits, wanted) in enumerate(zip(ours.logits, expected.logits, strict=True)):
-        error = float((logits - wanted).abs().max())
-        assert error <= TOLERANCE, f"call {call}: logits are off by {error:.1e}"
-    return caches
 
 
 @pytest.mark.parametrize("scenario", OTHERS)
