@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .models.mla import LatentLayer
 
 # A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's
-# shared memory, which it gives back only when its programs have ended. So many programs are enough for the link.
-_BACKGROUND_PROGRAMS = 2
+# shared memory, which it gives back only when its programs have ended. So few programs, each with much in flight.
+_BACKGROUND_PROGRAMS = 8
 
 
 class Replay(NamedTuple):

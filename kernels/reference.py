@@ -420,6 +420,32 @@ def quest_scores(
     return scores.masked_fill(~candidate, float("-inf"))
 
 
+def quest_select(scores: torch.Tensor, position: torch.Tensor, page_size: int, top_k: int) -> torch.Tensor:
+    """The query's own page and the best before it.
+
+    Parameters
+    ----------
+    scores : fp32 ``[lanes, capacity]``
+        -inf for a page that is no candidate (see `quest_scores`).
+    position : int64 ``[1]``
+
+    Returns
+    -------
+    int32 ``[lanes, top_k]``: the own page, then the others from the best on, of equal ones the first; -1 after the last.
+    """
+    lanes, capacity = scores.shape
+    bits = (scores + 0.0).view(torch.int32)  # of two zeros one
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    page = torch.arange(capacity, device=scores.device)
+    no_page = torch.iinfo(torch.int64).min
+    packed = ((ordered << 32) | (0xFFFFFFFF - page)).masked_fill(scores == float("-inf"), no_page)
+    best = packed.topk(min(top_k - 1, capacity), dim=1).values
+    pages = (0xFFFFFFFF - (best & 0xFFFFFFFF)).masked_fill(best == no_page, -1)
+    pages = torch.nn.functional.pad(pages, (0, top_k - 1 - pages.shape[1]), value=-1)
+    own = (position // page_size).expand(lanes, 1)
+    return torch.cat([own, pages], dim=1).int()
+
+
 def mla_decode(
     query: torch.Tensor,
     buffer: torch.Tensor,
