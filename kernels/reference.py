@@ -178,9 +178,9 @@ def resolve(
     1. -1 in a selection is padding, its slot is -1. Duplicates are legal: all get one slot, fetched once.
     2. Hits keep their slot. Misses, in selection order, take the least recently used slots that no record of
        this selection holds.
-    3. The new order is: stale slots (old relative order), slots of the misses, slots of the hits (both in selection
-       order, a duplicate counts where it is named last). While the whole history fits the buffer and nothing is
-       missing, the order stays as it is.
+    3. The new order is: stale slots (old relative order), slots of the misses, slots of the hits, both from the last to
+       the first of the selection: what a query names first, its best, is the most recent (a duplicate counts where it is
+       named first). While the whole history fits the buffer and nothing is missing, the order stays as it is.
 
     Parameters
     ----------
@@ -228,7 +228,8 @@ def resolve(
     changed = (count > 0) | (not history_fits)
     head, tail = _make_room(recency, k, changed)
     hit = (slot >= 0) & changed[:, None]
-    _use(recency, slot, tail[:, None] + count[:, None] + hit.cumsum(1) - 1, hit)
+    end = tail + count + hit.sum(1)
+    _use(recency, slot, end[:, None] - hit.cumsum(1), hit)
 
     # The victims are the first current entries: those of hits are outdated now.
     current = _current(recency, head, tail)
@@ -238,9 +239,9 @@ def resolve(
     plan.slots[lane_of, victim.cumsum(1)[lane_of, entry] - 1] = recency.uses[lane_of, entry]
     index = torch.arange(recency.uses.shape[1], device=device)
     recency.span[:, 0] = torch.where(victim, index + 1, head[:, None]).amax(1)
-    recency.span[:, 1] = tail + count + hit.sum(1)
+    recency.span[:, 1] = end
     taken = plan.slots >= 0
-    _use(recency, plan.slots, tail[:, None] + torch.arange(k, device=device), taken)
+    _use(recency, plan.slots, (tail + count)[:, None] - 1 - torch.arange(k, device=device), taken)
 
     # Forget the evicted, install the fetched.
     lane_of, at = (plan.slots >= 0).nonzero(as_tuple=True)

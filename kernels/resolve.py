@@ -78,10 +78,10 @@ def _resolve_kernel(
         tl.store(plan_records + rank, record, mask=fetched)
 
         hit = slot >= 0
-        entry = tail + count + tl.cumsum(hit.to(tl.int32), axis=0) - 1
-        hits = tl.sum(hit.to(tl.int32), axis=0)
+        end = tail + count + tl.sum(hit.to(tl.int32), axis=0)
+        entry = end - tl.cumsum(hit.to(tl.int32), axis=0)  # what is named first is the most recent
         tl.store(uses + entry, slot, mask=hit)
-        tl.atomic_max(stamps + slot, entry, mask=hit, sem="relaxed")  # of duplicates the last one counts
+        tl.atomic_max(stamps + slot, entry, mask=hit, sem="relaxed")  # of duplicates the first one counts
         tl.debug_barrier()
 
         # The victims are the first current entries: those of hits are outdated now.
@@ -101,14 +101,15 @@ def _resolve_kernel(
             found += tl.sum(current.to(tl.int32), axis=0)
             start += SCAN_BLOCK
         tl.store(span, head)
-        tl.store(span + 1, tail + count + hits)
+        tl.store(span + 1, end)
         tl.debug_barrier()
 
         new_slot = tl.load(plan_slots + rank, mask=fetched, other=0)
         tl.store(page_table + record, new_slot, mask=fetched)
         tl.store(slot_records + new_slot, record, mask=fetched)
-        tl.store(uses + tail + rank, new_slot, mask=fetched)
-        tl.store(stamps + new_slot, tail + rank, mask=fetched)
+        entry = tail + count - 1 - rank
+        tl.store(uses + entry, new_slot, mask=fetched)
+        tl.store(stamps + new_slot, entry, mask=fetched)
         tl.debug_barrier()  # duplicates read what the first installed
         slot = tl.where(missing, tl.load(page_table + record, mask=missing, other=-1), slot)
 

@@ -78,13 +78,13 @@ class Buffer:
         entries = [record for record in selection if record >= 0]
         wanted = dict.fromkeys(entries)  # a set, in selection order
         missing = [record for record in wanted if record not in self.held]
-        hits = [record for record in dict.fromkeys(reversed(entries)) if record in self.held][::-1]
+        hits = [record for record in wanted if record in self.held]
         self.selected += len(entries)
         self.misses += len(missing)
         self.make_room(len(missing), wanted)
-        self.admit(missing)
+        self.admit(missing[::-1])
         if missing or records > self.slots:
-            self.promote(hits)
+            self.promote(hits[::-1])
 
     def forget(self, first: int) -> None:
         """Free the slots of the records from `first` on."""
@@ -106,7 +106,7 @@ class Buffer:
         return stale[:count]
 
     def admit(self, records: list[int]) -> None:
-        """Take records that were not in the buffer."""
+        """Take records that were not in the buffer, the last one the most recently used."""
         self.held.update(dict.fromkeys(records))
 
     def evict(self, record: int) -> None:
@@ -114,7 +114,7 @@ class Buffer:
         del self.held[record]
 
     def promote(self, hits: list[int]) -> None:
-        """These were read and in the buffer; they are in selection order, each where it was named last."""
+        """These were read and in the buffer, the last one the most recently."""
 
 
 def worth_after_prefill(selection: list[int], records: int) -> list[int]:
@@ -152,11 +152,12 @@ class Random(Buffer):
 class LRU(Buffer):
     """The record that was read longest ago, exactly as the cache does it.
 
-    What a step read and had ranks above what it fetched: HiSparse (arXiv 2608.07009), and `hisparse_kernels.reference.resolve`.
+    What a step read and had ranks above what it fetched, what it named first above what it named later: HiSparse
+    (arXiv 2608.07009), and `hisparse_kernels.reference.resolve`.
     """
 
     def promote(self, hits: list[int]) -> None:
-        """Hits become the most recent, in selection order."""
+        """Hits become the most recent."""
         for record in hits:
             del self.held[record]
         self.held.update(dict.fromkeys(hits))

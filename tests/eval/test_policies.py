@@ -275,7 +275,7 @@ def _growing(seed: int = 0) -> list[Event]:
 
 
 def _lru_in_selection_order(events: list[Event], slots: int) -> int:
-    """A buffer of one size in which what a step reads ranks in selection order, fetched or not."""
+    """A buffer of one size in which the first that a step reads is the most recent, fetched or not."""
     used = {record: (0, record) for record in range(1000)}
     held: set[int] = set()
     misses = 0
@@ -290,7 +290,7 @@ def _lru_in_selection_order(events: list[Event], slots: int) -> int:
             held = set(sorted(held | {event.records - 1}, key=used.__getitem__)[-slots:])
         misses += len(set(event.selection) - held)
         held |= set(event.selection)
-        for rank, record in enumerate(event.selection):
+        for rank, record in enumerate(reversed(event.selection)):
             used[record] = (now, 1 + rank)
         held = set(sorted(held, key=used.__getitem__)[-slots:])
     return misses

@@ -129,7 +129,7 @@ def _misses_by_the_book(selections: list[list[int]], prompt_length: int, page_si
         missing = [record for record in selection if record not in order]
         stale = [record for record in order if record not in selection]
         hits = [record for record in selection if record in order]
-        order = stale[len(missing) :] + missing + hits
+        order = stale[len(missing) :] + missing[::-1] + hits[::-1]
         misses += len(missing)
     return misses
 

@@ -53,8 +53,8 @@ def contract(layer: Layer, selection: torch.Tensor, position: int, tokens: int =
         everything_fits = position // tokens + 1 <= len(order)
         if misses or not everything_fits:
             named = [layer.page_table[lane, record].item() for record in wanted if record >= 0]
-            used = list(dict.fromkeys(slot for slot in reversed(named) if slot >= 0))[::-1]
-            order = stale[len(misses) :] + fresh + used
+            used = list(dict.fromkeys(slot for slot in named if slot >= 0))
+            order = stale[len(misses) :] + fresh[::-1] + used[::-1]
 
         padding = [-1] * (k - len(misses))
         layer.page_table[lane] = torch.tensor(table)
@@ -167,14 +167,22 @@ def test_hits_rank_above_what_was_just_fetched(device, implementation):
     assert layer.slots.tolist() == [[1, 2, 0]]
     assert layer.plan_records.tolist() == [[5, -1, -1]]
     assert layer.plan_slots.tolist() == [[2, -1, -1]]
-    assert layer.order.tolist() == [[3, 2, 1, 0]], "stale | misses | hits in selection order"
+    assert layer.order.tolist() == [[3, 2, 0, 1]], "stale | misses | hits, the first named last"
 
 
 @IMPLEMENTATIONS
-def test_a_duplicate_ranks_where_it_is_named_last(device, implementation):
+def test_a_duplicate_ranks_where_it_is_named_first(device, implementation):
     layer = small_layer(device, [10, 11, 12, 13], k=4)
     run(implementation, layer, torch.tensor([[12, 10, 12, 11]]), position=19)
-    assert layer.order.tolist() == [[3, 0, 2, 1]]
+    assert layer.order.tolist() == [[3, 1, 0, 2]]
+
+
+@IMPLEMENTATIONS
+def test_what_is_fetched_ranks_by_the_selection_too(device, implementation):
+    layer = small_layer(device, [10, 11, 12, 13], k=3)
+    run(implementation, layer, torch.tensor([[5, 6, 7]]), position=19)
+    assert layer.slots.tolist() == [[0, 1, 2]]
+    assert layer.order.tolist() == [[3, 2, 1, 0]]
 
 
 @IMPLEMENTATIONS
@@ -247,7 +255,7 @@ def test_a_selection_as_large_as_the_buffer_replaces_all_of_it(device, implement
     run(implementation, layer, torch.tensor([[4, 11, 2, 3]]), position=19)
     assert layer.slots.tolist() == [[0, 1, 2, 3]]
     assert layer.page_table[0, [10, 12, 13]].tolist() == [-1, -1, -1]
-    assert layer.order.tolist() == [[0, 2, 3, 1]]
+    assert layer.order.tolist() == [[3, 2, 0, 1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
