@@ -67,7 +67,7 @@ def synthetic_trace(
                 f"{high} in the stack: take a longer history or another curve"
             )
     generator = torch.Generator(device=device).manual_seed(seed)
-    stack = torch.rand((lanes, history), generator=generator, device=device).argsort(dim=1).int()
+    stack = _shuffled(lanes, history, generator)
     trace = torch.empty((steps, lanes, k), dtype=torch.int32, device=device)
     for step in range(steps):
         places = []
@@ -82,6 +82,18 @@ def synthetic_trace(
         shuffle = torch.rand((lanes, k), generator=generator, device=device).argsort(dim=1)
         trace[step] = read.gather(1, shuffle)
     return trace
+
+
+def first_stack(lanes: int, history: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """The stack that `synthetic_trace` begins with, int32 ``[lanes, history]``, the most recently read first.
+
+    An LRU buffer that holds its first records misses what the curve says from the first step on.
+    """
+    return _shuffled(lanes, history, torch.Generator(device=device).manual_seed(seed))
+
+
+def _shuffled(lanes: int, history: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand((lanes, history), generator=generator, device=generator.device).argsort(dim=1).int()
 
 
 def _rounded(exact: np.ndarray, steps: int) -> np.ndarray:

@@ -441,7 +441,7 @@ class HiSparseCache(Cache):
     def resize_buffers(self, device_buffer_tokens: int) -> None:
         """Let the hot buffers have another size, between two calls; what was used last stays.
 
-        A cache for requests of different kinds keeps its pinned memory that way.
+        So one cache serves requests of different kinds and keeps its pinned memory; an empty one gives its device memory back.
 
         Raises
         ------
@@ -458,10 +458,12 @@ class HiSparseCache(Cache):
         records = checked_buffer(device_buffer_tokens, self._family) // self._family.page_size
         self._settings = replace(self._settings, device_buffer_records=records)
         self._limits = replace(self._limits, buffer_records=records)
-        for layer in self.hosted_layers:
-            if not self.get_seq_length():
+        if not self.get_seq_length():  # what an earlier request left on the device would have to be moved
+            for layer in self._own_layers:
                 layer.release()
-            layer.resize_buffer(records)
+            self.graphs.forget()
+        for hosted in self.hosted_layers:
+            hosted.resize_buffer(records)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; 0 removes nothing.

@@ -383,7 +383,12 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         records = self.choose(recent)
         if records.shape[1] <= last:  # not all are resident, so the order counts
             records[:, -recent.shape[1] :] = recent
-        self.buffer.fill(records, self.layout.pack_selected(history.keys, history.values, records))
+        count, heads = records.shape[1], self.pool.heads
+        for row in range(self.pool.batch):  # all rows at once would need the buffer's memory twice more
+            lanes, own = slice(row * heads, (row + 1) * heads), slice(row, row + 1)
+            content = self.layout.pack_selected(history.keys[own], history.values[own], records[lanes])
+            self.buffer.data[lanes, :count] = content
+        self.buffer.fill(records, self.buffer.data[:, :count])
         self.position.fill_(self._length)
         self.finish()
 

@@ -23,15 +23,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tqdm import tqdm
 from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, PreTrainedModel
 
 from eval.decode_steps import gpu_step_time, step_times
 from eval.environment import free_memory, write_csv
+from eval.history import fill
 from eval.shapes import TOY_MSA
 from eval.traces import Playback, synthetic_trace
 from hf_hisparse import HiSparseCache, disable
-from hf_hisparse.models.msa import BlockLayer
 
 WARM_UP = 6  # steps before the timed ones: compile, capture, reach the trace's steady state
 
@@ -94,25 +93,6 @@ def traces(
         )
         parts.append(first + trace.unflatten(1, (batch, heads)))
     return torch.cat(parts, dim=3).long()
-
-
-@torch.no_grad()
-def fill(cache: Cache, model: PreTrainedModel, batch: int, history: int) -> None:
-    """Put `history` random tokens per batch row into the cache, as a prefill would leave them."""
-    config, device, dtype = model.config, model.device, model.dtype
-    heads, k = config.num_key_value_heads, config.index_topk_blocks
-    for index, layer in enumerate(tqdm(cache.layers, desc="history", leave=False)):
-        shape = (batch, heads, history, config.head_dim)
-        keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-        indexer_keys = torch.randn((batch, 1, history, config.index_head_dim), device=device, dtype=dtype)
-        layer.update(keys, values)
-        layer.update_index(indexer_keys)
-        if isinstance(layer, BlockLayer):
-            layer.store(keys, values)
-            newest = torch.arange(layer.layout.count(history), device=device)[-k:]
-            layer.warm(layer._records(newest.expand(batch, heads, -1)), keys, values)
-            layer.finish()
-            cache._states[index] = (batch, heads, config.head_dim, config.head_dim, dtype, device)
 
 
 def measure(

@@ -29,11 +29,11 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 
 from eval.decode_steps import gpu_step_time
 from eval.environment import write_csv
+from eval.history import fill
 from eval.shapes import TOY_DSA
 from eval.traces import PAPER_CURVE, Playback, synthetic_trace
 from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
-from hf_hisparse.models.mla import LatentLayer
 
 WARM_UP = 6  # steps of each way before the timed ones: compile, capture, reach the trace's steady state
 
@@ -66,28 +66,6 @@ class TracePlayer:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.forward(*args, **kwargs)
         return self.steps.next()[:, None]
-
-
-@torch.no_grad()
-def fill(cache: HiSparseCache, model: PreTrainedModel, batch: int, history: int) -> None:
-    """Put `history` random rows per batch row into the cache, as a prefill would leave them."""
-    config, device, dtype = model.config, model.device, model.dtype
-    for index, layer in enumerate(tqdm(cache.layers, desc="history", leave=False)):
-        assert isinstance(layer, LatentLayer)
-        latent = torch.randn((batch, 1, history, config.kv_lora_rank), device=device, dtype=dtype)
-        rope = torch.randn((batch, 1, history, config.qk_rope_head_dim), device=device, dtype=dtype)
-        layer.update(latent, rope)
-        if config.indexer_types[index] == "full":
-            keys = torch.randn((batch, history, config.index_head_dim), device=device, dtype=dtype)
-            layer.update_indexer(keys)
-        rows = layer.layout.pack(latent, rope)
-        layer.pool.write_records(0, rows)
-        newest = torch.arange(history - config.index_topk, history, device=device).expand(batch, -1)
-        layer._warm(newest, rows)
-        layer.finish()
-    cache._states = dict.fromkeys(
-        range(len(cache.layers)), (batch, 1, config.kv_lora_rank, config.qk_rope_head_dim, dtype, device)
-    )
 
 
 @contextmanager
