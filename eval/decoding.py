@@ -12,14 +12,13 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from eval.answers import Clock
-from eval.environment import free_memory, memory_bandwidth
+from eval.environment import free_memory
+from eval.floors import beside, bytes_read, kv_bytes_held
 from eval.history import fill
 from eval.methods import kv_bytes
 from eval.selections import Workload, play
 from hf_hisparse import HiSparseCache, Quest, disable, enable
-from hf_hisparse.link import link_bandwidth
 from hf_hisparse.models.family import family_of
-from hf_hisparse.needs import weight_bytes
 from hf_hisparse.sizes import whole_records
 
 CONTENDERS = {
@@ -218,33 +217,12 @@ def _held(cache: Cache, device: torch.device) -> dict[str, Any]:
 
 
 def _traffic(model: PreTrainedModel, cache: Cache, run: Run, ms: float) -> dict[str, Any]:
-    """Bytes that a step must read from the GPU's memory and those that cross the link: as rates, and as the least time."""
-    read, moved = bytes_per_step(model, cache, run)
-    return {
-        "GB_read_per_step": round(read / 1e9, 3),
-        "read_GB_per_s": round(read / ms / 1e6, 1),
-        "memory_floor_ms": round(1000 * read / memory_bandwidth(), 3),
-        "MB_moved_per_step": round(moved / 1e6, 3),
-        "moved_GB_per_s": round(moved / ms / 1e6, 2),
-        "link_floor_ms": round(1000 * moved / link_bandwidth(), 3),
-    }
-
-
-def bytes_per_step(model: PreTrainedModel, cache: Cache, run: Run) -> tuple[float, float]:
-    """What one step must read from the GPU's memory (weights, and what attention and selector read), and what crosses the link.
-
-    Of the input embedding a step reads a row.
-    """
-    config = model.config
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    weights = weight_bytes(model) - (0 if embedding is head else embedding.nbytes)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer = 2 * run.batch * config.num_key_value_heads * width * run.context * model.dtype.itemsize
-    if not isinstance(cache, HiSparseCache):
-        kv = config.num_hidden_layers * layer
-        return weights + kv, kv if cache.offloading else 0.0
-    stats, hosted = cache.stats(), cache.hosted_layers
-    selected = stats.selected * hosted[0].layout.nbytes / stats.steps
-    selector = cache.memory().selector_bytes * run.context / cache.capacity
-    dense = (config.num_hidden_layers - len(hosted)) * layer
-    return weights + selected + selector + dense, stats.bytes_fetched / stats.steps
+    """What a step reads and moves (see `eval.floors`)."""
+    moved = selected = 0.0
+    if isinstance(cache, HiSparseCache):
+        stats = cache.stats()
+        selected = stats.selected * cache.hosted_layers[0].layout.nbytes / stats.steps
+        moved = stats.bytes_fetched / stats.steps
+    elif run.cache == "offloaded":
+        moved = kv_bytes_held(model, run.batch, run.context)
+    return beside(bytes_read(model, cache, run.batch, run.context, selected), moved, ms)

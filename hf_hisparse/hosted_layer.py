@@ -385,9 +385,9 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             records[:, -recent.shape[1] :] = recent
         count, heads = records.shape[1], self.pool.heads
         for row in range(self.pool.batch):  # all rows at once would need the buffer's memory twice more
-            lanes, own = slice(row * heads, (row + 1) * heads), slice(row, row + 1)
-            content = self.layout.pack_selected(history.keys[own], history.values[own], records[lanes])
-            self.buffer.data[lanes, :count] = content
+            own, its_lanes = slice(row, row + 1), slice(row * heads, (row + 1) * heads)
+            content = self.layout.pack_selected(history.keys[own], history.values[own], records[its_lanes])
+            self.buffer.data[its_lanes, :count] = content
         self.buffer.fill(records, self.buffer.data[:, :count])
         self.position.fill_(self._length)
         self.finish()

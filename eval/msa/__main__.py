@@ -26,7 +26,8 @@ import torch
 from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, PreTrainedModel
 
 from eval.decode_steps import gpu_step_time, step_times
-from eval.environment import free_memory, write_csv
+from eval.environment import conditions, free_memory, write_csv
+from eval.floors import beside, bytes_read
 from eval.history import fill
 from eval.shapes import TOY_MSA
 from eval.traces import Playback, synthetic_trace
@@ -120,7 +121,6 @@ def measure(
         result |= {
             "records_read_per_step": read // steps,
             "hit_rate": round(1 - missed / read, 4),
-            "MB_moved_per_step": round((stats.bytes_fetched - begun.bytes_fetched) / steps / 1e6, 2),
             "buffer_bytes": memory.buffer_bytes,
             "selector_bytes": memory.selector_bytes,
             "table_bytes": memory.table_bytes,
@@ -128,9 +128,16 @@ def measure(
             "host_bytes": memory.host_bytes,
             "graphs": repr(cache.graphs),
         }
+        selected = read / steps * cache.hosted_layers[0].layout.nbytes
+        if cache.layout == "union":  # a head reads its own part of a record
+            selected /= model.config.num_key_value_heads
+        moved = (stats.bytes_fetched - begun.bytes_fetched) / steps
+        result |= beside(bytes_read(model, cache, batch, history, selected), moved, result["ms_per_step"])
         tokens = torch.randint(0, 1000, (batch, 1), device=model.device)
         on_gpu = [gpu_step_time(model, cache, tokens) for _ in range(steps)]
         result["gpu_ms_per_step"] = round(statistics.median(on_gpu), 3)  # without the CPU that launches it
+    else:
+        result |= beside(bytes_read(model, cache, batch, history), 0, result["ms_per_step"])
     return result
 
 
@@ -210,6 +217,7 @@ def main() -> None:
     if args.quick:
         args.layers, args.histories, args.batches = 2, [600], [1, 2]
         args.buffers, args.overlaps, args.steps = [64, 128], [0.5], 4
+    conditions()  # measures, while the memory is empty
     model = build(args.layers, args.quick, device)
     rows: list[dict[str, Any]] = []
     for history in args.histories:
