@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from eval.traces import PREFILL, STEP, first_stack, load_trace, synthetic_trace
+from eval.traces import PAPER_CURVE, PREFILL, STEP, first_stack, load_trace, synthetic_trace
 from hf_hisparse import HiSparseCache, Quest
 
 
@@ -50,6 +50,8 @@ class Workload(Protocol):
 class Synthetic:
     """A `synthetic_trace` with the paper's miss curve, the same in every layer and batch row.
 
+    Points of the curve for which the history is too short are left out.
+
     Parameters
     ----------
     quest : Quest
@@ -79,7 +81,9 @@ class Synthetic:
     ) -> Selections:
         size, where = self.quest.page_size, str(device)
         pages, filling = divmod(tokens, size)
-        others = synthetic_trace(heads, self.quest.top_k - 1, pages, steps, seed=self.seed, device=where)
+        k = self.quest.top_k - 1
+        curve = {size: share for size, share in PAPER_CURVE.items() if (size + share) * k <= pages}
+        others = synthetic_trace(heads, k, pages, steps, curve, self.seed, where)
         own = (torch.arange(tokens, tokens + steps, dtype=torch.int32, device=device) // size)[:, None, None]
         read = torch.cat([own.expand(-1, heads, 1), others], dim=2)
         recent = first_stack(heads, pages, self.seed, where)[:, : slots - (filling > 0)].long().flip(1)

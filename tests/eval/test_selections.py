@@ -72,6 +72,16 @@ def test_the_paper_s_misses_from_the_first_step_on(tokens):
     assert sum(misses[:5]) / 5 == pytest.approx(0.134, abs=0.02)
 
 
+def test_a_history_shorter_than_the_curve_has_the_points_that_fit():
+    chosen = Synthetic(Quest(128, 4)).of_layer(0, 1, 1, 4 * 128, 60, 64, torch.device("cpu"))
+    order = [*chosen.recent[0].tolist()]
+    missed = 0
+    for selection in chosen.steps[:, 0].tolist():
+        missed += len(set(selection[1:]) - set(order[-62:]))
+        order = [record for record in order if record not in selection] + selection
+    assert missed / (60 * 31) == pytest.approx(0.134, abs=0.02)
+
+
 def test_what_does_not_fit_is_refused(recorded, tmp_path):
     model, path = recorded
     workload = Recorded(path)
