@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eval.capacity import __main__ as capacity
+from eval.capacity.card import Card
 from eval.decoding import Contenders, Run, decode
 from eval.methods import kv_bytes
 from eval.selections import Synthetic
@@ -29,7 +30,7 @@ def model():
 def _card(model, device, host=2**30, most=16):
     contenders = Contenders(model, QUEST)
     sizes = Sizes(model.config, contenders.family, LayerSettings(4, 4, 32, False, 0), torch.float32)
-    return capacity.Card(sizes, device, host, most), contenders
+    return Card(sizes, device, host, most), contenders
 
 
 @pytest.mark.parametrize("name", ["hisparse", "hisparse-resident", "dynamic", "static"])
