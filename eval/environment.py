@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gc
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,27 @@ import transformers
 from hf_hisparse.link import link_bandwidth
 
 
+@functools.cache
+def memory_bandwidth(size: int = 2**28, repeats: int = 8) -> float:
+    """Bytes per second that a copy within the GPU's memory reads and writes; NaN without CUDA, or room for it. Measured once."""
+    if not torch.cuda.is_available():
+        return float("nan")
+    try:
+        source = torch.empty(size, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+    except torch.cuda.OutOfMemoryError:  # no reason to lose what a long run has found
+        return float("nan")
+    target.copy_(source)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        target.copy_(source)
+    stop.record()
+    stop.synchronize()
+    return repeats * 2 * size / (start.elapsed_time(stop) / 1000)
+
+
+@functools.cache
 def driver_version() -> str:
     """The NVIDIA driver's version, or "none"."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -26,7 +49,7 @@ def driver_version() -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """GPU, driver, versions and link bandwidth, as columns for a CSV."""
+    """GPU, driver, versions, and the bandwidths of link and GPU memory, as columns for a CSV; the first call measures."""
     try:
         import triton
 
@@ -40,6 +63,7 @@ def conditions() -> dict[str, Any]:
         "triton": triton_version,
         "transformers": transformers.__version__,
         "link_GB_per_s": round(link_bandwidth() / 1e9, 1),
+        "memory_GB_per_s": round(memory_bandwidth() / 1e9, 1),
         "command": "python -m " + shlex.join([_program(), *_arguments()]),
     }
 
@@ -71,6 +95,14 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows({**shared, **row} for row in rows)
+
+
+def merge_rows(path: Path, rows: list[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
+    """`rows` in place of those of a CSV that have the same values under `key`, beside its other rows."""
+    name = lambda row: tuple(str(row[part]) for part in key)  # noqa: E731
+    new = {name(row): row for row in rows}
+    kept = [new.pop(name(row), row) for row in read_csv(path)]
+    return kept + list(new.values())
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:

@@ -67,21 +67,32 @@ def synthetic_trace(
                 f"{high} in the stack: take a longer history or another curve"
             )
     generator = torch.Generator(device=device).manual_seed(seed)
-    stack = torch.rand((lanes, history), generator=generator, device=device).argsort(dim=1).int()
+    stack = _shuffled(lanes, history, generator)
     trace = torch.empty((steps, lanes, k), dtype=torch.int32, device=device)
     for step in range(steps):
         places = []
         for count, low, high in zip(counts[step].tolist(), edges[:-1], edges[1:], strict=True):
             order = torch.rand((lanes, high - low), generator=generator, device=device)
             places.append(low + order.topk(count, dim=1).indices)
-        # What lay on top stays on top: an LRU buffer ranks hits above misses.
+        # What lay on top stays on top, and is named first: so an LRU buffer ranks it, whatever it misses.
         place = torch.cat(places, dim=1).sort(dim=1).values
         read = stack.gather(1, place)
         rest = torch.ones_like(stack, dtype=torch.bool).scatter_(1, place, False)
         stack = torch.cat([read, stack[rest].view(lanes, history - k)], dim=1)
-        shuffle = torch.rand((lanes, k), generator=generator, device=device).argsort(dim=1)
-        trace[step] = read.gather(1, shuffle)
+        trace[step] = read
     return trace
+
+
+def first_stack(lanes: int, history: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """The stack that `synthetic_trace` begins with, int32 ``[lanes, history]``, the most recently read first.
+
+    An LRU buffer that holds its first records misses what the curve says from the first step on.
+    """
+    return _shuffled(lanes, history, torch.Generator(device=device).manual_seed(seed))
+
+
+def _shuffled(lanes: int, history: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand((lanes, history), generator=generator, device=generator.device).argsort(dim=1).int()
 
 
 def _rounded(exact: np.ndarray, steps: int) -> np.ndarray:

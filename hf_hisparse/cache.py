@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from .enable import enable, text_config
 from .graphs import DecodeGraphs
 from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
-from .hosted_layer import HostedLayer, LayerSettings
+from .hosted_layer import HostedLayer, LayerHistory, LayerSettings
 from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
 from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
 from .needs import model_dtype
@@ -253,16 +255,19 @@ class HiSparseCache(Cache):
 
     def _begin_call(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Check, before any layer changes, that a forward pass may begin."""
-        if key_states.dtype not in _DTYPES:
-            raise ValueError(
-                f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "
-                "one of them"
-            )
+        self._check_dtype(key_states)
         self.check_whole()
         self.make_room_for(key_states, value_states)
         self._stream.forget()
         if key_states.shape[2] > self._settings.decode_rows:
             self._stream.begin()
+
+    def _check_dtype(self, key_states: torch.Tensor) -> None:
+        if key_states.dtype not in _DTYPES:
+            raise ValueError(
+                f"HiSparseCache: keys of {key_states.dtype}; supported are {', '.join(map(str, _DTYPES))}: load the model with "
+                "one of them"
+            )
 
     def make_room_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Let all layers make room for new tokens, of which these are the first hosted layer's (MemoryError as in `update`)."""
@@ -402,6 +407,63 @@ class HiSparseCache(Cache):
             layer.grow(total)
 
     # ------------------------------------------------------------------ changing what is held
+
+    def put_history(self, layers: Iterable[LayerHistory]) -> None:
+        """Take a history that was computed elsewhere, without padding, as a prefill would leave it.
+
+        Parameters
+        ----------
+        layers : iterable of LayerHistory
+            One for each layer, in order; taken one at a time, so they need not all be in memory at once.
+
+        Raises
+        ------
+        ValueError
+            If the cache holds tokens already, or keys and values are not what the model's layers have.
+        MemoryError
+            If host or device memory does not suffice; nothing is changed.
+        """
+        self._refuse_while_recording("put_history")
+        if self.get_seq_length():
+            raise ValueError(
+                f"put_history: the cache holds {self.get_seq_length()} tokens already: call cache.reset() first"
+            )
+        for index, (layer, history) in enumerate(zip(self.layers, layers, strict=True)):
+            self._check_states(layer, index, history.keys, history.values)
+            if index == self._first_layer:
+                self._check_dtype(history.keys)
+                self.make_room_for(history.keys, history.values)
+            if isinstance(layer, HostedLayer):
+                layer.put(history)
+            else:
+                layer.update(history.keys, history.values)
+
+    def resize_buffers(self, device_buffer_tokens: int) -> None:
+        """Let the hot buffers have another size, between two calls; what was used last stays.
+
+        So one cache serves requests of different kinds and keeps its pinned memory; an empty one gives its device memory back.
+
+        Raises
+        ------
+        ValueError
+            If the size does not fit, or `device_memory` sets it.
+        """
+        if self._limits.device is not None:
+            raise ValueError(
+                f"resize_buffers({device_buffer_tokens!r}): device_memory={self._limits.device.size or 'auto'} sets the hot "
+                "buffers of this cache"
+            )
+        self._refuse_while_recording("resize_buffers")
+        self.check_whole()
+        records = checked_buffer(device_buffer_tokens, self._family) // self._family.page_size
+        self._settings = replace(self._settings, device_buffer_records=records)
+        self._limits = replace(self._limits, buffer_records=records)
+        if not self.get_seq_length():  # what an earlier request left on the device would have to be moved
+            for layer in self._own_layers:
+                layer.release()
+            self.graphs.forget()
+        for hosted in self.hosted_layers:
+            hosted.resize_buffer(records)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; 0 removes nothing.

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -70,6 +70,25 @@ class NewTokens:
     keys: torch.Tensor
     values: torch.Tensor
     start: int
+
+
+class LayerHistory(NamedTuple):
+    """What one layer holds of a history that was computed elsewhere (see `HiSparseCache.put_history`).
+
+    Attributes
+    ----------
+    keys, values : ``[batch, heads, T, width]``
+    indexer_keys : ``[batch, T, width]`` or None
+        Of a layer that has an indexer.
+    recent : int64 ``[lanes, n]`` or None
+        Different records, from least to most recently used, for a hosted layer's hot buffer; the newest others take the slots
+        that are left. None: the newest.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    indexer_keys: torch.Tensor | None = None
+    recent: torch.Tensor | None = None
 
 
 class HostedLayer(RearrangedRows, CacheLayerMixin):
@@ -337,6 +356,41 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         records = self.choose(selection)
         self.buffer.fill(records, self.layout.pack_selected(keys, values, records))
         self.position.fill_(self._length)
+
+    def put(self, history: LayerHistory) -> None:
+        """Take the first tokens, as a prefill would leave them.
+
+        Raises
+        ------
+        ValueError
+            If `recent` has more records than the buffer has slots, or lacks the last record while that is filling.
+        """
+        self.update(history.keys, history.values)
+        lanes, slots = self.pool.batch * self.pool.heads, self.buffer.data.shape[1]
+        recent, last = history.recent, self.layout.count(self._length) - 1
+        if recent is None:
+            recent = torch.full((lanes, 1), last, device=self.position.device)
+        filling = self._length % self.layout.tokens > 0
+        if recent.shape[1] > slots or (filling and not bool((recent == last).any(1).all())):
+            raise ValueError(
+                f"{self.name}: recent names {recent.shape[1]} records per lane, must be at most {slots}, record {last}, which is "
+                "filling, among them"
+            )
+        if history.indexer_keys is not None:
+            self.state.write(history.indexer_keys, 0)
+        self.store(history.keys, history.values)
+        self.state.extend(history.keys, 0, None)
+        records = self.choose(recent)
+        if records.shape[1] <= last:  # not all are resident, so the order counts
+            records[:, -recent.shape[1] :] = recent
+        count, heads = records.shape[1], self.pool.heads
+        for row in range(self.pool.batch):  # all rows at once would need the buffer's memory twice more
+            own, its_lanes = slice(row, row + 1), slice(row * heads, (row + 1) * heads)
+            content = self.layout.pack_selected(history.keys[own], history.values[own], records[its_lanes])
+            self.buffer.data[its_lanes, :count] = content
+        self.buffer.fill(records, self.buffer.data[:, :count])
+        self.position.fill_(self._length)
+        self.finish()
 
     def choose(self, selection: torch.Tensor) -> torch.Tensor:
         """The records to fill the hot buffer with after a prefill (see `HotBuffer.choose`)."""

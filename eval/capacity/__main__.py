@@ -1,218 +1,189 @@
-"""Tokens per second in the memory of a card: each cache with the largest batch that fits.
+"""Tokens per second in the memory of a card: each cache with the batch that serves most.
 
     python -m eval.capacity            # on a GPU; writes eval/results/capacity.csv
     python -m eval.capacity --quick    # toy sizes, on a CPU too
+    python -m eval.capacity --caches static --memory 24GiB    # again, or later: other rows of the CSV stay
+    python -m eval.plots eval/results/capacity.csv
 
-The process may use no more GPU memory than `--memory` says. Histories are random rows put into each cache directly, no prefill;
-then `generate` decodes. With HiSparse, Quest scores its pages, and a synthetic trace with the miss curve of HiSparse's paper (see
-eval.traces) answers in its place: keys of random weights have no locality. A cache that cannot hold one row has no figure.
-`static` is compiled by `generate` itself, and timed after that.
+The process may use no more GPU memory than `--memory` says, the CUDA context counted. Histories are random and put into each
+cache directly, no prefill: what is compared is decoding. HiSparse reads what a synthetic trace with the miss curve of its paper
+says (see eval.traces).
+
+Which batch: tokens per second of all but offloading rise with the batch, as weights are read once a step for all rows, so the
+largest that fits (`hf_hisparse.sizes` knows) is tried first, and smaller ones only if memory runs out. The hot buffers of
+"hisparse" then take what is left. Offloading copies every row's history in every step, so more rows gain it nothing: it runs with
+one. Batches that fit together with a prefill of all their rows at once, which is dense for all caches, stand beside
+(`batch_with_prefill`, by `hf_hisparse.plan`).
+
+Without a cap ("all"), one row is decoded at `--easy-contexts`, where it fits easily: what HiSparse costs where nobody needs it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
-from eval.environment import free_memory, write_csv
+from eval.capacity.card import Card
+from eval.decoding import CONTENDERS, Contenders, Run, decode
+from eval.environment import conditions, merge_rows, write_csv
+from eval.selections import Synthetic
 from eval.shapes import SHAPES, build
-from eval.throughput.__main__ import measure
-from eval.traces import PAPER_CURVE, Playback, synthetic_trace
-from hf_hisparse import HiSparseCache, Quest, disable
+from hf_hisparse import Quest, plan
 from hf_hisparse.host_memory import parse_bytes
-from hf_hisparse.models.gqa import GqaLayer
-from hf_hisparse.needs import weight_bytes
+from hf_hisparse.hosted_layer import LayerSettings
+from hf_hisparse.needs import CONTEXT_BYTES, weight_bytes
+from hf_hisparse.sizes import Sizes
 
-RESERVE = 3 * 2**29  # bytes for activations and what the allocator cannot use
-TRIES = 4  # batch sizes, from the largest that should fit downwards
-
-
-class TracePlayer:
-    """Stands in for a layer's `QuestState.select`: lets it work, and answers with its own page and the next step of a trace."""
-
-    def __init__(self, layer: GqaLayer, trace: torch.Tensor) -> None:
-        self.select = layer.state.select
-        self.page_size = layer.layout.tokens
-        self.steps = Playback(trace)  # int32 [steps, lanes, top_k - 1]
-
-    def __call__(self, query: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        self.select(query, position)
-        others = self.steps.next()
-        own = (position // self.page_size).int().expand(len(others), 1)
-        return torch.cat([own, others], dim=1)
+TRIES = 3  # batch sizes, from the largest that should fit downwards
+USABLE = 0.97  # of the memory: the allocator's blocks are never filled to the last byte
+KEY = ("model", "memory", "context", "cache")
+DENSE = ("dynamic", "static", "offloaded")
 
 
-def random_rows(model: PreTrainedModel, batch: int, tokens: int) -> torch.Tensor:
-    """Keys or values ``[batch, heads, tokens, width]``, the same for every row, in the memory of one."""
-    config = model.config
-    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
-    return torch.randn(shape, device=model.device, dtype=model.dtype).expand(batch, -1, -1, -1)
+class Bench:
+    """The measurements of one model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    args : argparse.Namespace
+    """
+
+    def __init__(self, model: PreTrainedModel, args: argparse.Namespace) -> None:
+        self.model, self.args = model, args
+        self.quest = Quest(args.token_budget)
+        self.contenders = Contenders(model, self.quest, args.host_memory)
+        self.workload = Synthetic(self.quest)
+        settings = LayerSettings(self.quest.top_k, self.quest.top_k, 32, False, 0)
+        self.sizes = Sizes(model.config, self.contenders.family, settings, model.dtype)
+        self.found: dict[Run, dict[str, Any]] = {}  # a run that several memories allow is made once
+
+    def best(self, memory: str, context: int, name: str) -> dict[str, Any]:
+        """The row of one cache in a card of `memory`."""
+        args = self.args
+        run = Run(name, 0, context, args.new_tokens, args.device_buffer_tokens, args.seconds)
+        row: dict[str, Any] = {"memory": memory, "context": context, "cache": name, "batch": 0}
+        if memory == "all":
+            return row | self.first_that_fits([dataclasses.replace(run, batch=1)])
+        size, host = parse_bytes(memory, "--memory"), parse_bytes(args.host_memory, "--host-memory")
+        limit(size)
+        card = Card(self.sizes, int(USABLE * size) - weight_bytes(self.model), host, args.most)
+        most = card.batch(run)
+        runs = [dataclasses.replace(run, batch=batch) for batch in range(most, max(0, most - TRIES), -1)]
+        if name == "hisparse":
+            runs = [dataclasses.replace(each, device_buffer_tokens=card.buffer_tokens(each)) for each in runs]
+        return row | self.with_prefill(memory, context, name) | self.first_that_fits(runs)
+
+    def first_that_fits(self, runs: list[Run]) -> dict[str, Any]:
+        """What the first of these runs gave that does not run out of memory."""
+        result: dict[str, Any] = {"error": "not even one row fits"}
+        for run in runs:
+            if run not in self.found:
+                try:
+                    self.found[run] = decode(self.contenders, run, self.workload)
+                except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+                    result = {"error": f"batch {run.batch}: {str(error).splitlines()[0]}"[:200]}
+                self.contenders.rest()
+            if run in self.found:
+                return {"batch": run.batch, "error": ""} | self.found[run]
+        return result
+
+    def with_prefill(self, memory: str, context: int, name: str) -> dict[str, Any]:
+        """How many rows fit together with a prefill of all of them at once."""
+        names = {"dynamic": 0, "offloaded": 1, "hisparse": 2}
+        if name not in names:
+            return {}
+        sizes = {"device_memory": memory, "host_memory": self.args.host_memory, "dtype": self.model.dtype}
+        found = plan(
+            self.model.config, self.quest, context=context, weights=weight_bytes(self.model), **sizes
+        )
+        return {"batch_with_prefill": found.caches[names[name]].largest_batch}
 
 
-@torch.no_grad()
-def fill(cache: Cache, model: PreTrainedModel, batch: int, tokens: int, room: int) -> None:
-    """Put a history of `tokens` random tokens into every layer, with room for `room` in all."""
-    keys, values = (random_rows(model, batch, tokens) for _ in range(2))
-    for index, layer in enumerate(tqdm(cache.layers, desc="history", leave=False)):
-        if not isinstance(cache, HiSparseCache):
-            cache.update(keys, values, index)
-            continue
-        if not isinstance(layer, GqaLayer):
-            layer.update(keys, values)
-            continue
-        layer.growth_target = room
-        layer.update(keys, values)
-        layer.store(keys, values)
-        layer.state.extend(keys, 0, None)
-        pages = tokens // layer.layout.tokens
-        newest = torch.arange(pages - layer.settings.top_k, pages, device=model.device)
-        layer.warm(newest.expand(batch * keys.shape[1], -1), keys, values)
-        layer.finish()
-    if isinstance(cache, HiSparseCache):
-        held = (batch, keys.shape[1], keys.shape[3], values.shape[3], model.dtype, model.device)
-        cache._states = dict.fromkeys(range(len(cache.layers)), held)
+def limit(size: int | None) -> None:
+    """Let the process have a card of `size` bytes, or all of it."""
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        share = 1.0 if size is None else (size - CONTEXT_BYTES) / total
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
-def play_traces(cache: HiSparseCache, tokens: int, steps: int) -> None:
-    """Let a synthetic trace select, the same in each layer."""
-    layers = [layer for layer in cache.hosted_layers if isinstance(layer, GqaLayer)]
-    lanes, k = layers[0].buffer.lanes, layers[0].settings.top_k - 1
-    pages = tokens // layers[0].layout.tokens - 1
-    device = str(layers[0].position.device)
-    trace = synthetic_trace(lanes, k, pages, steps + 8, PAPER_CURVE, device=device)
-    for layer in layers:
-        layer.state.select = TracePlayer(layer, trace)  # type: ignore[method-assign]
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+    """Memory, context and cache of each row; offloading first, since the memory it pins must be free again before HiSparse's."""
+    for name in sorted(args.caches, key=lambda name: name != "offloaded"):
+        for context in sorted({*args.contexts, *args.easy_contexts}):
+            for memory in args.memory if context in args.contexts else []:
+                yield memory, context, name
+            if context in args.easy_contexts and name != "offloaded":
+                yield "all", context, name
 
 
-def contenders(
-    model: PreTrainedModel, quest: Quest, buffer: int, room: int
-) -> dict[str, tuple[Callable[[], Cache], int, int]]:
-    """How each cache is made, and the bytes that one row of `room` tokens takes of it: on the device, and on the host."""
-    config = model.config
-    token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize  # of one layer
-    layers, hosted = config.num_hidden_layers, config.num_hidden_layers - quest.dense_layers
-    grown = room + room // 8
-    state = hosted * grown * token // quest.page_size + quest.dense_layers * grown * token
-    resident = -(-room // quest.page_size) * quest.page_size
-    return {
-        "dynamic": (lambda: DynamicCache(config=config), layers * room * token, 0),
-        "static": (lambda: StaticCache(config=config, max_cache_len=room), layers * room * token, 0),
-        "offloaded": (
-            lambda: DynamicCache(config=config, offloading=True),
-            3 * room * token,
-            layers * room * token,
-        ),
-        "hisparse-resident": (
-            lambda: HiSparseCache(model, quest, device_buffer_tokens=resident),
-            state + hosted * resident * token,
-            hosted * grown * token,
-        ),
-        "hisparse": (
-            lambda: HiSparseCache(model, quest, device_buffer_tokens=buffer),
-            state + hosted * buffer * token,
-            hosted * grown * token,
-        ),
-    }
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row with its tokens per second as a multiple of the best dense cache's in the same memory and context."""
+    best: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        if row["cache"] in DENSE and row.get("tokens_per_s"):
+            place = tuple(str(row[name]) for name in KEY[:3])
+            best[place] = max(best.get(place, 0.0), float(row["tokens_per_s"]))
+    for row in rows:
+        place = tuple(str(row[name]) for name in KEY[:3])
+        if row.get("tokens_per_s") and place in best:
+            row["times_best_dense"] = round(float(row["tokens_per_s"]) / best[place], 3)
+    return rows
 
 
-def run(
-    model: PreTrainedModel, cache: Cache, batch: int, context: int, new_tokens: int, label: str
-) -> dict[str, Any]:
-    """Fill the cache and decode `new_tokens`."""
-    if not isinstance(cache, HiSparseCache):  # which enables the model
-        disable(model)
-    fill(cache, model, batch, context, context + 2 * new_tokens)
-    if isinstance(cache, HiSparseCache):
-        play_traces(cache, context, 2 * new_tokens)
-    ids = torch.randint(10, model.config.vocab_size, (batch, context + 1), device=model.device)
-    if isinstance(cache, StaticCache):  # compile first
-        model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0)
-        ids = torch.nn.functional.pad(ids, (0, 8), value=11)
-    return measure(model, cache, ids, new_tokens, label)
-
-
-def largest(model: PreTrainedModel, memory: int, host_memory: int, row: tuple[int, int], most: int) -> int:
-    """The largest batch that should fit."""
-    fits = (memory - weight_bytes(model) - RESERVE) // row[0]
-    return max(0, min(fits, host_memory // row[1] if row[1] else fits, most))
-
-
-def best(
-    model: PreTrainedModel, name: str, memory: int, args: argparse.Namespace, context: int, quest: Quest
-) -> dict[str, Any]:
-    """Measure one cache with the largest batch that fits."""
-    tokens = min(args.new_tokens, 3) if name == "offloaded" else args.new_tokens
-    make, on_device, on_host = contenders(model, quest, args.device_buffer_tokens, context + 2 * tokens + 16)[
-        name
-    ]
-    first = largest(
-        model, memory, parse_bytes(args.host_memory, "--host-memory"), (on_device, on_host), args.most
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    row: dict[str, Any] = {"context": context, "cache": name, "batch": 0}
-    for batch in range(first, max(0, first - TRIES), -1):
-        try:
-            found = run(model, make(), batch, context, tokens, f"{name} {context} x {batch}")
-        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-            row["error"] = str(error).split("\n")[0][:200]
-            free()
-            continue
-        row |= {"batch": batch, "error": ""} | found
-        row["tokens_per_s"] = round(1000 * batch / row["ms_per_step"], 1)
-        break
-    free()
-    return row
-
-
-def free() -> None:
-    """Give back what compiling has kept as well."""
-    torch._dynamo.reset()
-    free_memory()
+    add = parser.add_argument
+    add("--models", nargs="+", default=["qwen3-8b"], choices=SHAPES)
+    add("--memory", nargs="*", default=["24GiB", "48GiB"], help="of the card")
+    add("--host-memory", default="96GiB")
+    add("--contexts", type=int, nargs="*", default=[32768, 131072])
+    add("--easy-contexts", type=int, nargs="*", default=[8192, 32768], help="of one row without a cap")
+    add("--caches", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    add("--most", type=int, default=64, help="rows that any batch has at most")
+    add("--new-tokens", type=int, default=32)
+    add("--seconds", type=float, default=12, help="after which a run ends early")
+    add("--token-budget", type=int, default=2048)
+    add("--device-buffer-tokens", type=int, default=4096, help="at least")
+    add("--output", type=Path, default=Path("eval/results/capacity.csv"))
+    add("--quick", action="store_true")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.memory, args.host_memory, args.most = ["toy"], ["2GiB"], "1GiB", 2
+        args.contexts, args.easy_contexts, args.new_tokens = [512], [512], 8
+        args.token_budget, args.device_buffer_tokens = 64, 128
+        args.caches = [name for name in args.caches if name != "offloaded"]
+    return args
 
 
 def main() -> None:
     """Measure, print, write the CSV."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--memory", nargs="+", default=["24GiB", "48GiB"], help="of the card")
-    parser.add_argument("--host-memory", default="100GiB")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument(
-        "--caches", nargs="+", default=["hisparse", "hisparse-resident", "dynamic", "offloaded", "static"]
-    )
-    parser.add_argument("--most", type=int, default=32, help="rows that any batch has at most")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--token-budget", type=int, default=2048)
-    parser.add_argument("--device-buffer-tokens", type=int, default=4096)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/capacity.csv"))
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.quick:
-        args.model, args.memory, args.contexts, args.most, args.new_tokens = "toy", ["2GiB"], [512], 2, 8
-        args.token_budget, args.device_buffer_tokens = 64, 128
-        args.caches = ["hisparse", "hisparse-resident", "dynamic", "static"]
-    model = build(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    rows = []
-    for text in args.memory:
-        memory = parse_bytes(text, "--memory")
-        if device == "cuda":
-            torch.cuda.set_per_process_memory_fraction(
-                memory / torch.cuda.get_device_properties(0).total_memory
-            )
-        for context in args.contexts:
-            for name in args.caches:
-                row = best(model, name, memory, args, context, Quest(args.token_budget))
-                rows.append({"model": args.model, "memory": text, **row})
-                print(rows[-1], flush=True)
-                write_csv(args.output, rows)  # a long run that is stopped keeps what it found
+    conditions()  # measures, while the memory is empty
+    for name in args.models:
+        limit(None)
+        model = build(name, device, torch.bfloat16 if device == "cuda" else torch.float32)
+        bench = Bench(model, args)
+        for memory, context, cache in cases(args):
+            limit(None)
+            row = {"model": name, **bench.best(memory, context, cache)}
+            print(row, flush=True)
+            rows = merge_rows(args.output, [row], KEY)
+            write_csv(args.output, with_ratios(rows))  # a long run that is stopped keeps what it found
+        bench.contenders.close()
+        del bench, model
+        limit(None)
     print(f"written: {args.output}")
 
 

@@ -23,15 +23,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tqdm import tqdm
 from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, PreTrainedModel
 
 from eval.decode_steps import gpu_step_time, step_times
-from eval.environment import free_memory, write_csv
+from eval.environment import conditions, free_memory, write_csv
+from eval.floors import beside, bytes_read
+from eval.history import fill
 from eval.shapes import TOY_MSA
 from eval.traces import Playback, synthetic_trace
 from hf_hisparse import HiSparseCache, disable
-from hf_hisparse.models.msa import BlockLayer
 
 WARM_UP = 6  # steps before the timed ones: compile, capture, reach the trace's steady state
 
@@ -96,25 +96,6 @@ def traces(
     return torch.cat(parts, dim=3).long()
 
 
-@torch.no_grad()
-def fill(cache: Cache, model: PreTrainedModel, batch: int, history: int) -> None:
-    """Put `history` random tokens per batch row into the cache, as a prefill would leave them."""
-    config, device, dtype = model.config, model.device, model.dtype
-    heads, k = config.num_key_value_heads, config.index_topk_blocks
-    for index, layer in enumerate(tqdm(cache.layers, desc="history", leave=False)):
-        shape = (batch, heads, history, config.head_dim)
-        keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-        indexer_keys = torch.randn((batch, 1, history, config.index_head_dim), device=device, dtype=dtype)
-        layer.update(keys, values)
-        layer.update_index(indexer_keys)
-        if isinstance(layer, BlockLayer):
-            layer.store(keys, values)
-            newest = torch.arange(layer.layout.count(history), device=device)[-k:]
-            layer.warm(layer._records(newest.expand(batch, heads, -1)), keys, values)
-            layer.finish()
-            cache._states[index] = (batch, heads, config.head_dim, config.head_dim, dtype, device)
-
-
 def measure(
     model: PreTrainedModel, cache: Cache, batch: int, history: int, steps: int, label: str
 ) -> dict[str, Any]:
@@ -140,7 +121,6 @@ def measure(
         result |= {
             "records_read_per_step": read // steps,
             "hit_rate": round(1 - missed / read, 4),
-            "MB_moved_per_step": round((stats.bytes_fetched - begun.bytes_fetched) / steps / 1e6, 2),
             "buffer_bytes": memory.buffer_bytes,
             "selector_bytes": memory.selector_bytes,
             "table_bytes": memory.table_bytes,
@@ -148,9 +128,16 @@ def measure(
             "host_bytes": memory.host_bytes,
             "graphs": repr(cache.graphs),
         }
+        selected = read / steps * cache.hosted_layers[0].layout.nbytes
+        if cache.layout == "union":  # a head reads its own part of a record
+            selected /= model.config.num_key_value_heads
+        moved = (stats.bytes_fetched - begun.bytes_fetched) / steps
+        result |= beside(bytes_read(model, cache, batch, history, selected), moved, result["ms_per_step"])
         tokens = torch.randint(0, 1000, (batch, 1), device=model.device)
         on_gpu = [gpu_step_time(model, cache, tokens) for _ in range(steps)]
         result["gpu_ms_per_step"] = round(statistics.median(on_gpu), 3)  # without the CPU that launches it
+    else:
+        result |= beside(bytes_read(model, cache, batch, history), 0, result["ms_per_step"])
     return result
 
 
@@ -230,6 +217,7 @@ def main() -> None:
     if args.quick:
         args.layers, args.histories, args.batches = 2, [600], [1, 2]
         args.buffers, args.overlaps, args.steps = [64, 128], [0.5], 4
+    conditions()  # measures, while the memory is empty
     model = build(args.layers, args.quick, device)
     rows: list[dict[str, Any]] = []
     for history in args.histories:

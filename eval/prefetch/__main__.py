@@ -28,12 +28,13 @@ from tqdm import tqdm
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 
 from eval.decode_steps import gpu_step_time
-from eval.environment import write_csv
+from eval.environment import conditions, write_csv
+from eval.history import fill
 from eval.shapes import TOY_DSA
 from eval.traces import PAPER_CURVE, Playback, synthetic_trace
 from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
-from hf_hisparse.models.mla import LatentLayer
+from hf_hisparse.link import link_bandwidth
 
 WARM_UP = 6  # steps of each way before the timed ones: compile, capture, reach the trace's steady state
 
@@ -66,28 +67,6 @@ class TracePlayer:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.forward(*args, **kwargs)
         return self.steps.next()[:, None]
-
-
-@torch.no_grad()
-def fill(cache: HiSparseCache, model: PreTrainedModel, batch: int, history: int) -> None:
-    """Put `history` random rows per batch row into the cache, as a prefill would leave them."""
-    config, device, dtype = model.config, model.device, model.dtype
-    for index, layer in enumerate(tqdm(cache.layers, desc="history", leave=False)):
-        assert isinstance(layer, LatentLayer)
-        latent = torch.randn((batch, 1, history, config.kv_lora_rank), device=device, dtype=dtype)
-        rope = torch.randn((batch, 1, history, config.qk_rope_head_dim), device=device, dtype=dtype)
-        layer.update(latent, rope)
-        if config.indexer_types[index] == "full":
-            keys = torch.randn((batch, history, config.index_head_dim), device=device, dtype=dtype)
-            layer.update_indexer(keys)
-        rows = layer.layout.pack(latent, rope)
-        layer.pool.write_records(0, rows)
-        newest = torch.arange(history - config.index_topk, history, device=device).expand(batch, -1)
-        layer._warm(newest, rows)
-        layer.finish()
-    cache._states = dict.fromkeys(
-        range(len(cache.layers)), (batch, 1, config.kv_lora_rank, config.qk_rope_head_dim, dtype, device)
-    )
 
 
 @contextmanager
@@ -143,12 +122,16 @@ class Way:
     def result(self) -> dict[str, Any]:
         """What was found."""
         bytes_missed = self.missed * self.cache.hosted_layers[0].layout.nbytes
+        moved = bytes_missed / len(self.times) if self.reading else 0.0  # per step
+        median = statistics.median(self.times)
         return {
             "way": self.name,
-            "ms_per_step": round(statistics.median(self.times), 3),
+            "ms_per_step": round(median, 3),
             "ms_quartiles": " ".join(f"{each:.3f}" for each in statistics.quantiles(self.times, n=4)[::2]),
             "miss_rate": round(self.missed / self.read, 4),
-            "MB_moved_per_step": round(bytes_missed / len(self.times) / 1e6, 2) if self.reading else 0,
+            "MB_moved_per_step": round(moved / 1e6, 2),
+            "moved_GB_per_s": round(moved / median / 1e6, 2),
+            "link_floor_ms": round(1000 * moved / link_bandwidth(), 3),
             "graphs": repr(self.graphs),
             "buffer_bytes": self.cache.memory().buffer_bytes,
         }
@@ -207,6 +190,7 @@ def main() -> None:
     if args.quick:
         args.layers, args.histories, args.batch, args.buffer = 4, [400], 2, 64
         args.steps, args.rounds = 2, 2
+    conditions()  # measures, while the memory is empty
     model = build(args.layers, args.quick, device)
     rows: list[dict[str, Any]] = []
     for history in args.histories:

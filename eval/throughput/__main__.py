@@ -1,158 +1,128 @@
-"""Decode speed and memory of `generate` with different caches, side by side in one process.
+"""Milliseconds per token of `generate` with different caches, side by side in one process.
 
-    python -m eval.throughput --model qwen3-8b --contexts 32768 --batches 1 8
-    python -m eval.throughput --quick            # the whole path in a minute, on a CPU too
+    python -m eval.throughput                      # Qwen3-8B's shape, 32,768 tokens; writes eval/results/throughput.csv
+    python -m eval.throughput --trace eval/results/traces/smollm2-quest512.npz
+    python -m eval.throughput --quick              # the whole path in a minute, on a CPU too
+    python -m eval.plots eval/results/throughput.csv
 
-Each row is one `generate` call after a warm-up: prefill of random tokens, then `--new-tokens` greedy tokens. The shapes
-named below have random weights: speed and bytes are those of the real model, the selections are not (keys of random weights have
-little locality), so look at the misses beside each time.
+Histories are random and put into each cache directly, no prefill (`python -m eval.prefill` times that); then `generate` decodes
+`--new-tokens` greedy tokens. The first step, which allocates, captures or compiles, stands apart: times are medians of the
+others, with the fastest and the slowest.
+
+What HiSparse reads comes from a trace: a synthetic one with the miss curve of the HiSparse paper (eval.traces; about 87% hits in
+a buffer of twice the budget), or a recorded one (`--trace`; how it is applied to another model: eval.selections.Recorded). With
+`--random` Quest chooses among random keys, which have hardly any locality. Dense caches read all they hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import Cache, PreTrainedModel
 
-from eval.answers import Clock
-from eval.environment import free_memory, write_csv
-from eval.methods import Caches, Method, kv_bytes
+from eval.decoding import CONTENDERS, Contenders, Run, decode
+from eval.environment import conditions, write_csv
+from eval.selections import Recorded, Synthetic, Workload
 from eval.shapes import SHAPES, build
-from hf_hisparse import HiSparseCache, Quest
+from hf_hisparse import Quest
 
 
-def measure(
-    model: PreTrainedModel, cache: Cache, ids: torch.Tensor, new_tokens: int, label: str
-) -> dict[str, Any]:
-    """Run one `generate`; return times, memory and counters."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-    with tqdm(total=new_tokens, desc=label, leave=False) as bar:
-        clock = Clock(bar)
-        began = time.perf_counter()
-        model.generate(
-            ids,
-            past_key_values=cache,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            stopping_criteria=[clock],
-            pad_token_id=0,
-        )
-    first, *steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times)]
-    result: dict[str, Any] = {
-        "prefill_s": round(clock.times[0] - began, 2),
-        "ms_first_step": round(first, 2),  # allocates, and captures or compiles
-        "ms_per_step": round(statistics.median(steps), 2),
-        "ms_min": round(min(steps), 2),
-        "ms_max": round(max(steps), 2),
-        "steps": len(steps),
-    }
-    if cuda:
-        result["cache_bytes_allocator"] = torch.cuda.memory_allocated() - held
-        result["peak_bytes_allocator"] = torch.cuda.max_memory_allocated()
-    if isinstance(cache, HiSparseCache):
-        stats, memory = cache.stats(), cache.memory()
-        result |= {
-            "hit_rate": round(stats.hit_rate, 4),
-            "MB_fetched_per_step": round(stats.bytes_fetched / max(stats.steps, 1) / 1e6, 3),
-            "buffer_bytes": memory.buffer_bytes,
-            "selector_bytes": memory.selector_bytes,
-            "table_bytes": memory.table_bytes,
-            "native_bytes": memory.native_bytes,
-            "host_bytes": memory.host_bytes,
-        }
-    else:
-        result["native_bytes"] = kv_bytes(cache, ids.device)
-    return result
-
-
-def method(name: str, args: argparse.Namespace) -> Method:
-    """The contender of this name; the dense ones have no settings."""
-    if not name.startswith("hisparse"):
-        return Method(name)
-    return Method(name, args.token_budget, args.device_buffer_tokens)
-
-
-def formula_bytes(model: PreTrainedModel, quest: Quest, buffer_tokens: int, batch: int) -> int:
-    """Hot buffers by the formula: lanes x hosted layers x records of the device buffer x bytes of a record."""
-    config = model.config
-    record = quest.page_size * config.head_dim * 2 * model.dtype.itemsize
-    lanes = batch * config.num_key_value_heads
-    return (
-        lanes * (config.num_hidden_layers - quest.dense_layers) * (buffer_tokens // quest.page_size) * record
-    )
-
-
-def main() -> None:
-    """Read the command line, measure, print a table, write the CSV."""
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, or a model id or folder"
+    add = parser.add_argument
+    add("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, or a model id or folder")
+    add("--contexts", type=int, nargs="+", default=[32768], help="tokens held per row")
+    add("--batches", type=int, nargs="+", default=[1, 8])
+    add("--caches", nargs="+", default=[name for name in CONTENDERS if name != "static"], choices=CONTENDERS)
+    add(
+        "--offloaded-batches", type=int, nargs="*", default=[1], help="batches of offloaded, which takes long"
     )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[32768], help="prompt tokens")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--offloaded-tokens", type=int, default=8, help="fewer, as it takes long")
-    parser.add_argument(
-        "--caches", nargs="+", default=["dynamic", "hisparse", "hisparse-resident", "offloaded"]
-    )
-    parser.add_argument("--token-budget", type=int, default=2048)
-    parser.add_argument("--device-buffer-tokens", type=int, default=4096)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/throughput.csv"))
-    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it works")
+    add("--new-tokens", type=int, default=64)
+    add("--seconds", type=float, default=15, help="after which a run ends early")
+    add("--token-budget", type=int, help="of Quest; default 2048, with --trace that of the trace")
+    add("--device-buffer-tokens", type=int, help="default: twice the budget")
+    add("--trace", type=Path, help="selections that record_trace wrote, instead of synthetic ones")
+    add("--random", action="store_true", help="let Quest select among random keys")
+    add("--seed", type=int, default=0, help="of the synthetic trace")
+    add("--output", type=Path, default=Path("eval/results/throughput.csv"))
+    add("--quick", action="store_true", help="toy sizes, to see that it works")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if args.trace is not None and args.random:
+        parser.error("--trace and --random: give one")
     if args.quick:
-        args.model, args.contexts, args.batches, args.new_tokens = "toy", [512], [1, 2], 8
-        args.token_budget, args.device_buffer_tokens = 64, 128
-        if device == "cpu":
-            args.caches = [name for name in args.caches if name != "offloaded"]  # needs CUDA streams
-    model = build(args.model, device, dtype)
-    quest = Quest(args.token_budget)
-    rows = []
-    for context in args.contexts:
+        args.model, args.contexts, args.batches, args.new_tokens = "toy", [700], [1, 2], 8
+        if args.trace is None:
+            args.token_budget = 64
+        if not torch.cuda.is_available():
+            args.caches = [name for name in args.caches if name != "offloaded"]
+    return args
+
+
+def workload_of(args: argparse.Namespace) -> tuple[Quest, Workload | None]:
+    """Quest as it is to run, and where selections come from."""
+    if args.trace is None:
+        quest = Quest(2048 if args.token_budget is None else args.token_budget)
+        return quest, None if args.random else Synthetic(quest, args.seed)
+    recorded = Recorded(args.trace)
+    if args.token_budget not in (None, recorded.quest.token_budget):
+        raise ValueError(
+            f"--token-budget {args.token_budget}, but {args.trace} was recorded with {recorded.quest}: leave it out"
+        )
+    return recorded.quest, recorded
+
+
+def compare(contenders: Contenders, workload: Workload | None, runs: list[Run]) -> list[dict[str, Any]]:
+    """A row for each contender of one context and batch, with its time as a multiple of the others'."""
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        row: dict[str, Any] = {"context": run.context, "batch": run.batch, "cache": run.cache}
+        try:
+            row |= decode(contenders, run, workload)
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            row["error"] = str(error).split("\n")[0]
+        contenders.rest()
+        rows.append(row)
+        print(row, flush=True)
+    times = {row["cache"]: row["ms_per_step"] for row in rows if "ms_per_step" in row}
+    for row in rows:
+        for name, column in (("hisparse-resident", "times_resident"), ("hisparse", "times_hisparse")):
+            if name in times and row["cache"] in times:
+                row[column] = round(times[row["cache"]] / times[name], 3)
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write the CSV."""
+    args = parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    conditions()  # measures, while the memory is empty
+    try:
+        quest, workload = workload_of(args)
+        contexts = [workload.history(context) if workload else context for context in args.contexts]
+    except ValueError as error:
+        raise SystemExit(f"eval.throughput: {error}") from error
+    model = build(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    contenders = Contenders(model, quest)
+    buffer = args.device_buffer_tokens or 2 * quest.token_budget
+    shared = {
+        "model": args.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "selections": "random keys" if workload is None else workload.name,
+        "token_budget": quest.token_budget,
+    }
+    rows: list[dict[str, Any]] = []
+    for context in contexts:
         for batch in args.batches:
-            torch.manual_seed(context + batch)
-            ids = torch.randint(10, model.config.vocab_size, (batch, context), device=device)
-            for name in args.caches:
-                tokens = (
-                    min(args.new_tokens, args.offloaded_tokens) if name == "offloaded" else args.new_tokens
-                )
-                cache = Caches(model, method(name, args)).empty(context + args.new_tokens)
-                row = {
-                    "model": args.model,
-                    "dtype": str(dtype),
-                    "context": context,
-                    "batch": batch,
-                    "cache": name,
-                }
-                try:
-                    row |= measure(model, cache, ids, tokens, f"{name} {context} x {batch}")
-                except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-                    row["error"] = str(error).split("\n")[0]
-                if name == "hisparse":
-                    row["formula_bytes"] = formula_bytes(model, quest, args.device_buffer_tokens, batch)
-                rows.append(row)
-                print({key: value for key, value in row.items() if key not in ("model", "dtype")}, flush=True)
-                del cache
-                free_memory()
-                if device == "cuda":
-                    torch._C._host_emptyCache()  # torch keeps the pinned memory that offloading used
-                write_csv(args.output, rows)
+            names = [name for name in args.caches if name != "offloaded" or batch in args.offloaded_batches]
+            runs = [Run(name, batch, context, args.new_tokens, buffer, args.seconds) for name in names]
+            rows += [shared | row for row in compare(contenders, workload, runs)]
+            write_csv(args.output, rows)
+    contenders.close()
     print(f"written: {args.output}")
 
 

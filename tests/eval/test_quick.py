@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa", "policies", "pinning"]
+    "name",
+    ["kernels", "throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa", "policies", "pinning"],
 )
 def test_quick(name, tmp_path):
     if name == "policies":

@@ -1,0 +1,123 @@
+"""Markdown tables of measurements, from their CSV files alone.
+
+    python -m eval.tables eval/results/capacity.csv
+
+Which table: what the file's name begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from eval.environment import read_csv
+
+Row = dict[str, str]
+Lines = Iterable[Sequence[str]]
+
+
+def throughput(rows: list[Row]) -> Lines:
+    """A line per run: its time with its spread, the least it could be, and what it is of the others'."""
+    yield (
+        "context x batch", "cache", "ms per step (fastest to slowest)", "floor, ms", "hits", "read, GB/s", "moved, MB (GB/s)",
+        "of resident", "of HiSparse",
+    )  # fmt: skip
+    for row in rows:
+        place = (f"{int(row['context']):,} x {row['batch']}", row["cache"])
+        if not row.get("ms_per_step"):
+            yield (*place, f"cannot run: {row['error']}", *[""] * 6)
+            continue
+        floor = max(float(row["memory_floor_ms"]), float(row["link_floor_ms"]))
+        yield (
+            *place,
+            f"{_digits(row['ms_per_step'])} ({_digits(row['ms_min'])} to {_digits(row['ms_max'])})",
+            _digits(floor),
+            f"{float(row['hit_rate']):.1%}" if row.get("hit_rate") else "",
+            _digits(row["read_GB_per_s"]),
+            f"{_digits(row['MB_moved_per_step'])} ({_digits(row['moved_GB_per_s'])})",
+            _digits(row.get("times_resident")),
+            _digits(row.get("times_hisparse")),
+        )
+
+
+def capacity(rows: list[Row]) -> Lines:
+    """A line per model, memory and context; tokens per second and batch of each cache."""
+    caches = list(dict.fromkeys(row["cache"] for row in rows))
+    yield ("model", "memory", "context", *caches, "hisparse of the best dense", "fastest")
+    for place in dict.fromkeys((row["model"], row["memory"], row["context"]) for row in rows):
+        of = {row["cache"]: row for row in rows if (row["model"], row["memory"], row["context"]) == place}
+        speeds = [
+            f"{_digits(row['tokens_per_s'])} (batch {row['batch']})"
+            if row is not None and row.get("tokens_per_s")
+            else ("-" if row is None else "cannot run")
+            for row in (of.get(name) for name in caches)
+        ]
+        ours = of.get("hisparse", {})
+        dense = [name for name in ("dynamic", "static", "offloaded") if of.get(name, {}).get("tokens_per_s")]
+        ratio = _digits(ours.get("times_best_dense")) if dense else "no dense cache runs"
+        fastest = max(of, key=lambda name: float(of[name].get("tokens_per_s") or 0))
+        yield (place[0], place[1], f"{int(place[2]):,}", *speeds, ratio, fastest)
+
+
+def kernels(rows: list[Row]) -> Lines:
+    """A line per measurement, with what stands beside its time."""
+    yield (
+        "what", "lanes x misses", "record, bytes", "us (spread)", "GB/s", "link floor", "copy engine", "memory floor", "goal",
+        "of the slower part",
+    )  # fmt: skip
+    for row in rows:
+        misses = row.get("misses_per_lane")
+        yield (
+            row["what"],
+            row["lanes"] + (f" x {float(misses):.0f}" if misses else ""),
+            f"{int(row['record_bytes']):,}",
+            f"{_digits(row['us'])} ({_digits(row['us_spread'])})",
+            _digits(row["GB_per_s"]),
+            *(_digits(row.get(name)) for name in ("link_floor_us", "copy_engine_us", "memory_floor_us")),
+            _digits(row.get("goal_us")),
+            _digits(row.get("times_slower_part")),
+        )
+
+
+TABLES: dict[str, Callable[[list[Row]], Lines]] = {
+    "throughput": throughput,
+    "capacity": capacity,
+    "kernels": kernels,
+}
+
+
+def markdown(lines: Lines) -> str:
+    """The lines, the first of which is the head."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|" + "---|" * head.count(" | ") + "---|", *body])
+
+
+def _digits(value: str | float | None) -> str:
+    """Three digits, none of a whole number lost; nothing for what there is not."""
+    if value in (None, "", "nan") or value != value:
+        return ""
+    number = float(value)
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
+def main() -> None:
+    """Print the table of a CSV."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", type=Path, help=f"the result of eval.{', eval.'.join(TABLES)}")
+    path = parser.parse_args().csv
+    kind = next((name for name in TABLES if path.stem.startswith(name)), None)
+    if kind is None:
+        raise SystemExit(
+            f"{path}: no table is known for it, only for {', '.join(f'{name}*.csv' for name in TABLES)}"
+        )
+    rows = read_csv(path)
+    if not rows:
+        raise SystemExit(f"{path}: is not there, or holds no rows")
+    print(markdown(TABLES[kind](rows)))
+
+
+if __name__ == "__main__":
+    main()
