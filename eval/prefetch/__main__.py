@@ -34,8 +34,8 @@ from eval.shapes import TOY_DSA
 from eval.traces import PAPER_CURVE, Playback, synthetic_trace
 from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
-from hf_hisparse.models.mla import LatentLayer
 from hf_hisparse.link import link_bandwidth
+from hf_hisparse.models.mla import LatentLayer
 
 WARM_UP = 6  # steps of each way before the timed ones: compile, capture, reach the trace's steady state
 
