@@ -45,7 +45,7 @@ class GqaLayer(HostedLayer):
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of the new tokens: dense over the whole history in a prefill, sparse in a decode call."""
-        if query.shape[2] > self.settings.decode_rows:
+        if self.streams(query.shape[2]):
             return self._prefill(module, query, mask, base, kwargs)
         scaling = kwargs.get("scaling")
         with torch.no_grad():
@@ -134,4 +134,4 @@ class GqaLayer(HostedLayer):
 
     def _lanes(self, query: torch.Tensor) -> torch.Tensor:
         """``[batch, query heads, width]`` -> ``[lanes, group, width]``."""
-        return query.reshape(self.buffer.order.shape[0], -1, query.shape[-1])
+        return query.reshape(self.buffer.data.shape[0], -1, query.shape[-1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hisparse import HiSparseCache, Quest
-from hf_hisparse.sizes import Sizes, largest, whole_records, with_room
+from hf_hisparse.sizes import Buffers, Sizes, largest, whole_records, with_room
 from tests.dsa_models import DSA_MODELS, dsa_twins
 from tests.models import SUPPORTED, prompt
 from tests.msa_models import MSA_MODELS, msa_twins
@@ -16,7 +16,8 @@ def _foreseen(cache: HiSparseCache, model, batch: int, tokens: int):
     family, settings = cache._family, cache._settings
     sizes = Sizes(model.config, family, settings, model.dtype)
     capacity = whole_records(family, with_room(tokens))
-    return sizes.memory(batch, tokens, capacity, settings.device_buffer_records)
+    buffers = Buffers(settings.device_buffer_records, settings.dense_records)
+    return sizes.memory(batch, tokens, capacity, buffers)
 
 
 def _prefilled(
