@@ -75,9 +75,9 @@ def test_any_number_of_dense_layers(twins, device, dense_layers):
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_dense_layers_on_the_host(twins, device, scenario, buffer):
     """A small part of them on the GPU, and half."""
-    caches = assert_parity(
-        twins("qwen3", device), scenario, Settings(buffer=buffer, host_dense_layers=True, verify=buffer == 256)
-    )
+    name = "llama" if scenario == "return_sequences" else "qwen3"  # Qwen3 nearly ties there
+    settings = Settings(buffer=buffer, host_dense_layers=True, verify=buffer == 256)
+    caches = assert_parity(twins(name, device), scenario, settings)
     for cache in caches:
         assert [layer.dense for layer in cache.hosted_layers] == [True, True, False, False]
 

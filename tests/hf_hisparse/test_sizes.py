@@ -42,6 +42,39 @@ def test_quest(twins, device, name, batch, tokens):
     assert cache.memory() == _foreseen(cache, model, batch, tokens)
 
 
+@pytest.mark.parametrize("buffer", [64, 2000])
+def test_dense_layers_on_the_host(twins, device, buffer):
+    model = twins("qwen3", device).enabled
+    settings = {"host_dense_layers": True, "device_buffer_tokens": buffer}
+    cache = _prefilled(model, Quest(64, 8), 2, 600, **settings)
+    assert cache.memory() == _foreseen(cache, model, 2, 600)
+
+
+def test_dense_layers_go_to_the_host_last(twins, device):
+    """Records of hot buffers and of dense layers, as the memory gets less: each takes what the other has left."""
+    model = twins("qwen3", device).enabled
+    cache = HiSparseCache(model, Quest(64, 8))
+    sizes, capacity = Sizes(model.config, cache._family, cache._settings, model.dtype), 2000
+    every, found = capacity // 8, []
+    for limit in range(350_000, 5_000_000, 150_000):
+        buffers = sizes.largest_buffers(2, capacity, limit)
+        if buffers is None:
+            continue
+        assert sizes.memory(2, capacity, capacity, buffers).device_bytes <= limit
+        found.append(buffers)
+        more = buffers._replace(records=buffers.records + 1)
+        if buffers.dense is not None:
+            more = buffers._replace(dense=buffers.dense + 1)
+            assert buffers.records == 8 and buffers.dense <= every
+        full = every in buffers  # all that there is, of one kind or the other
+        assert full or sizes.memory(2, capacity, capacity, more).device_bytes > limit
+    assert found[0].dense is not None and found[0].dense < 30 and found[-1] == Buffers(every)
+    assert sizes.largest_buffers(2, capacity, 10**9, hosted=True) == Buffers(every, every)
+    least = sizes.smallest(2, capacity, may_host=False).device_bytes
+    assert sizes.largest_buffers(2, capacity, least - 1, hosted=False) is None
+    assert sizes.largest_buffers(2, capacity, sizes.smallest(2, capacity).device_bytes) == Buffers(8, 0)
+
+
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 50), (2, 400)])
 @pytest.mark.parametrize("name", DSA_MODELS)
 def test_dsa(device, name, batch, tokens):
