@@ -729,13 +729,17 @@ class HiSparseCache(Cache):
             return "HiSparseCache(closed)"
         settings, memory = self._settings, self.memory()
         records, size = self.sparse_layers[0].buffer_records, self._family.page_size
+        hosted = f"{len(self.hosted_layers)} hosted"
+        if dense := [layer for layer in self.hosted_layers if layer.dense]:
+            kept = f"each with {dense[0].buffer_records} records per lane on the GPU"
+            hosted += f" ({len(dense)} of them dense, {kept})"
         limit = self._limits.device
         given = f"device_memory={limit.size or 'auto'}" if limit else f"device_buffer_tokens={records * size}"
         return (
             f"HiSparseCache({self._family!r}, {given}, "
             f"decode_rows={settings.decode_rows}, host_memory={self._limits.host.size}, verify={settings.verify}, "
             f"graphs={self.graphs.enabled})\n"
-            f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
+            f"  {self.get_seq_length()} tokens, {hosted} and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"
             f"  device: {format_bytes(memory.buffer_bytes)} hot buffers ({records} records of {size} tokens per lane), "
             f"{format_bytes(memory.selector_bytes)} selector state, {format_bytes(memory.table_bytes)} tables, "
