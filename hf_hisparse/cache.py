@@ -348,7 +348,7 @@ class HiSparseCache(Cache):
             hosted: DenseLayer = fresh[layer.layer_idx]
             hosted.take_over(layer)
             self.layers[layer.layer_idx] = hosted
-        self._connect()
+            self._connect()
         streamed = replace(self._sizes, dtype=call.dtype).streamed(call.batch, capacity, buffers)
         logger.warning(
             "HiSparseCache: too little device memory for the dense layers (%s) beside the smallest hot buffers and room for %d "

@@ -330,7 +330,7 @@ def _allocated() -> int:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("limit", ["110MiB", "200MiB", "600MiB"])
+@pytest.mark.parametrize("limit", ["60MiB", "110MiB", "200MiB", "600MiB"])
 def test_the_allocator_agrees(limit):
     """With the limit at all times between calls, and with what was foreseen within 3%."""
     model = _wide_model()
@@ -350,7 +350,8 @@ def test_the_allocator_agrees(limit):
             held = cache.memory().device_bytes
             assert held <= int(limit[:-3]) * 2**20
             assert abs(_allocated() - before - held) <= 0.03 * held
-        buffer = cache.hosted_layers[0].buffer_records * 16
+        assert (limit == "60MiB") <= cache.hosted_layers[0].dense, "on the host"
+        buffer = cache.sparse_layers[0].buffer_records * 16
         del cache
         cache = HiSparseCache(model, Quest(512, 16), device_buffer_tokens=buffer, graphs=False)
         model(text[:, :20_000], past_key_values=cache, logits_to_keep=1)
