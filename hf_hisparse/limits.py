@@ -137,10 +137,9 @@ class Limits:
     ----------
     host : HostLimit
     device : DeviceLimit or None
-        None for hot buffers of `buffer_records` records, whatever else there is.
+        None to let layers keep `buffers`, whatever else there is.
     family : Family
     buffers : Buffers
-        What layers keep without a limit of device memory.
     """
 
     host: HostLimit

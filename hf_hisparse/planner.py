@@ -149,10 +149,11 @@ class _Planner:
             limit = self.left - chunk.activations
             found = self.sizes.largest_buffers(batch, capacity, limit, hosted=None if may_host else False)
             found = Buffers(records) if records else found
-            needs = self.hisparse(batch, context, capacity, found or Buffers(self.family.top_k))
+            buffers = found or Buffers(self.family.top_k, 0 if self.family.dense else None)
+            needs = self.hisparse(batch, context, capacity, buffers)
             if found and self.fits(needs, chunk.activations):
                 break
-        return needs, found or Buffers(self.family.top_k), chunk
+        return needs, buffers, chunk
 
     def cache(
         self,
