@@ -9,6 +9,7 @@ import torch
 from hisparse_kernels.append import append
 from hisparse_kernels.fetch import fetch
 from hisparse_kernels.miss_plan import MissPlan
+from hisparse_kernels.recency import Recency
 from hisparse_kernels.resolve import resolve
 
 from .host_pool import HostPool
@@ -25,8 +26,8 @@ class HotBuffer:
         Record -> slot, -1 for a record that is on the host only.
     slot_records : int32 ``[lanes, slots]``
         Slot -> record, -1 for an empty slot.
-    order : int32 ``[lanes, slots]``
-        Slots from least to most recently used; empty slots are the oldest.
+    recency : Recency
+        In which order the slots were used; empty slots are the oldest.
     counters : int64 ``[lanes, 2]``
         Records read, and those of them that were missing, since the lanes were last rearranged; see `totals`.
 
@@ -43,15 +44,20 @@ class HotBuffer:
         self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=device)
         self.page_table = torch.empty((lanes, 0), dtype=torch.int32, device=device)
         self.slot_records = torch.full((lanes, slots), -1, dtype=torch.int32, device=device)
-        self.order = torch.arange(slots, dtype=torch.int32, device=device).repeat(lanes, 1)
+        self.recency = Recency.of(torch.arange(slots, dtype=torch.int32, device=device).repeat(lanes, 1))
         self.counters = torch.zeros((lanes, 2), dtype=torch.int64, device=device)
         self._counted = torch.zeros(2, dtype=torch.int64, device=device)
         self._allocate_outputs(selected)
 
     def _allocate_outputs(self, k: int) -> None:
-        lanes, device = self.order.shape[0], self.order.device
+        lanes, device = self.lanes, self.data.device
         self.slots = torch.empty((lanes, k), dtype=torch.int32, device=device)
         self.plan = MissPlan.empty(lanes, k, device)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes."""
+        return self.slot_records.shape[0]
 
     @property
     def buffer_nbytes(self) -> int:
@@ -61,7 +67,7 @@ class HotBuffer:
     @property
     def table_nbytes(self) -> int:
         """Device bytes of the bookkeeping."""
-        tables = (self.page_table, self.slot_records, self.order, self.counters, self.slots, *self.plan)
+        tables = (self.page_table, self.slot_records, *self.recency, self.counters, self.slots, *self.plan)
         return sum(table.nbytes for table in tables)
 
     def grow(self, capacity: int) -> None:
@@ -78,19 +84,21 @@ class HotBuffer:
         int64 ``[lanes, n]``
             The slots that the first `n` slots were before.
         """
-        lanes, held = self.order.shape
-        every = torch.arange(slots, dtype=torch.int32, device=self.order.device).repeat(lanes, 1)
+        lanes, held = self.slot_records.shape
+        order = self.recency.order()
+        every = torch.arange(slots, dtype=torch.int32, device=order.device).repeat(lanes, 1)
         if slots >= held:
             kept = every[:, :held].long()
             self.slot_records = torch.nn.functional.pad(self.slot_records, (0, slots - held), value=-1)
-            self.order = torch.cat([every[:, held:], self.order], dim=1)  # empty slots are the oldest
+            order = torch.cat([every[:, held:], order], dim=1)  # empty slots are the oldest
         else:
-            kept = self.order[:, held - slots :].long()
-            now_at = torch.full_like(self.order, -1).scatter_(1, kept, every)
+            kept = order[:, held - slots :].long()
+            now_at = torch.full_like(order, -1).scatter_(1, kept, every)
             slot = now_at.gather(1, self.page_table.clamp(min=0).long())
             self.page_table = torch.where(self.page_table >= 0, slot, self.page_table)
             self.slot_records = self.slot_records.gather(1, kept)
-            self.order = every
+            order = every
+        self.recency = Recency.of(order)
         self.data = resized(self.data, kept, slots)
         return kept
 
@@ -107,7 +115,7 @@ class HotBuffer:
             self.data,
             self.page_table,
             self.slot_records,
-            self.order,
+            self.recency,
             self.layout.tokens,
         )
 
@@ -131,7 +139,7 @@ class HotBuffer:
             position,
             self.page_table,
             self.slot_records,
-            self.order,
+            self.recency,
             self.counters,
             self.slots,
             self.plan,
@@ -155,7 +163,7 @@ class HotBuffer:
         int64 ``[lanes, min(slots, count)]``
             From least to most worth keeping: oldest to newest, then the selected.
         """
-        lanes, slots = self.order.shape
+        lanes, slots = self.slot_records.shape
         rank = torch.arange(count, device=selection.device).repeat(lanes, 1)
         if count <= slots:
             return rank
@@ -179,26 +187,28 @@ class HotBuffer:
         self.page_table.fill_(-1)
         slots = torch.arange(count, dtype=torch.int32, device=records.device)
         self.page_table.scatter_(1, records, slots.expand_as(records))
-        self._sort_order(torch.arange(self.order.shape[1], device=records.device).expand_as(self.order))
+        every = torch.arange(self.slot_records.shape[1], dtype=torch.int32, device=records.device)
+        self._sort_order(every.expand_as(self.slot_records))
 
     def _sort_order(self, order: torch.Tensor) -> None:
         """Take over `order`, with the empty slots moved to the oldest end."""
         filled = self.slot_records.gather(1, order.long()) >= 0
-        self.order.copy_(order.gather(1, filled.to(torch.int8).argsort(dim=1, stable=True)))
+        self.recency.set_order(order.gather(1, filled.to(torch.int8).argsort(dim=1, stable=True)))
 
     def forget(self, first: int) -> None:
         """Free the slots of the records from `first` on: their numbers will be written again."""
         self.page_table[:, first:] = -1
         self.slot_records.masked_fill_(self.slot_records >= first, -1)
-        self._sort_order(self.order.clone())
+        self._sort_order(self.recency.order())
 
     def rearrange(self, lanes: torch.Tensor) -> None:
         """Let lane `i` hold what lane ``lanes[i]`` held (int64 ``[new lanes]``)."""
         # Counts are summed over lanes: a repeated lane must not count twice.
         self._counted += self.counters.sum(0)
         self.counters.zero_()
-        for name in ("data", "page_table", "slot_records", "order", "counters"):
+        for name in ("data", "page_table", "slot_records", "counters"):
             setattr(self, name, moved(getattr(self, name), lanes))
+        self.recency = Recency(*(moved(part, lanes) for part in self.recency))
         if self.slots.shape[0] != lanes.numel():
             self._allocate_outputs(self.slots.shape[1])
 

@@ -2,8 +2,8 @@
 
 In GLM-5 most layers read what the full layer before them has selected. The first layer of such a group on a device, its
 leader, resolves a selection; the others own data and host pool alone. They replay what the leader notes of each new token
-(`Replay`): the same misses into the same slots. On a GPU each layer starts the fetch of the next one before its own
-attention, on a side stream.
+(`Replay`): the same misses into the same slots. On a GPU each layer starts the fetch of the next one on a side stream: before its
+own attention, the leader, whose attention reads the host itself, after it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .models.mla import LatentLayer
 
 # A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's
-# shared memory, which it gives back only when its programs have ended. So many programs are enough for the link.
-_BACKGROUND_PROGRAMS = 2
+# shared memory, which it gives back only when its programs have ended. So few programs, each with much in flight.
+_BACKGROUND_PROGRAMS = 8
 
 
 class Replay(NamedTuple):

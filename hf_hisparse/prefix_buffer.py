@@ -43,6 +43,11 @@ class PrefixBuffer:
         self.plan = MissPlan(self.page_table, self.page_table, nothing, self.page_table < 0)
 
     @property
+    def lanes(self) -> int:
+        """Lanes."""
+        return self.data.shape[0]
+
+    @property
     def buffer_nbytes(self) -> int:
         """Device bytes of the records."""
         return self.data.nbytes

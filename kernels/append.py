@@ -17,11 +17,15 @@ from .dispatch import (
     on_device_of,
     use_triton,
 )
+from .recency import Recency, check_recency, make_room
 
-_ORDER_BLOCK = 4096  # slots rotated at a time
+_CLEAR_BLOCK = 4096  # entries of a full log looked at at a time
+_SCAN_BLOCK = 256  # entries looked at at a time in search of the least recently used slot
 
 
-@triton.jit(do_not_specialize=["table_stride", "host_rows_stride", "host_lanes", "heads", "slot_count"])
+@triton.jit(
+    do_not_specialize=["table_stride", "host_rows_stride", "host_lanes", "heads", "slot_count", "log_length"]
+)
 def _append_kernel(
     keys,
     values,
@@ -31,7 +35,9 @@ def _append_kernel(
     buffer,
     page_table,
     slot_records,
-    order,
+    uses,
+    stamps,
+    span,
     keys_stride,
     values_stride,
     table_stride,
@@ -39,13 +45,15 @@ def _append_kernel(
     host_lanes,
     heads,
     slot_count,
+    log_length,
     PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    ORDER_BLOCK: tl.constexpr,
+    CLEAR_BLOCK: tl.constexpr,
+    SCAN_BLOCK: tl.constexpr,
 ):
     """One program per lane."""
     PART_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
@@ -56,17 +64,28 @@ def _append_kernel(
     offset = at % TOKENS
     page_table += lane * table_stride
     slot_records += lane * slot_count
-    order += lane * slot_count
+    uses += lane * log_length
+    stamps += lane * slot_count
+    span += lane * 2
 
     slot = tl.load(page_table + record)
     if offset == 0:
-        slot = tl.load(order)
+        head, tail = make_room(uses, stamps, span, 1, log_length, CLEAR_BLOCK)
+        first = tail
+        start = head
+        while first == tail:
+            place = start + tl.arange(0, SCAN_BLOCK)
+            used = tl.load(uses + place, mask=place < tail, other=0)
+            current = (place < tail) & (tl.load(stamps + used, mask=place < tail, other=-1) == place)
+            first = tl.min(tl.where(current, place, tail), axis=0)
+            start += SCAN_BLOCK
+        slot = tl.load(uses + first)
         evicted = tl.load(slot_records + slot)
-        for start in range(0, slot_count, ORDER_BLOCK):
-            place = start + tl.arange(0, ORDER_BLOCK)
-            moved = tl.load(order + place + 1, mask=place < slot_count - 1, other=0)
-            tl.debug_barrier()  # in place: the tile is read by all threads before any of them overwrites it
-            tl.store(order + place, tl.where(place == slot_count - 1, slot, moved), mask=place < slot_count)
+        tl.debug_barrier()  # every thread has read the log and the table
+        tl.store(span, first + 1)
+        tl.store(span + 1, tail + 1)
+        tl.store(uses + tail, slot)
+        tl.store(stamps + slot, tail)
         tl.store(page_table + evicted, -1, mask=evicted >= 0)
         tl.store(page_table + record, slot)
         tl.store(slot_records + slot, record.to(tl.int32))
@@ -102,7 +121,7 @@ def append(
     buffer: torch.Tensor,
     page_table: torch.Tensor,
     slot_records: torch.Tensor,
-    order: torch.Tensor,
+    recency: Recency,
     tokens_per_record: int,
 ) -> None:
     """Store one new token per lane, in the host pool and in a slot; see `reference.append`.
@@ -112,13 +131,14 @@ def append(
     ValueError
         If a shape, dtype or memory layout is not what the reference names.
     """
-    lanes, key_width = order.shape[0], keys.shape[1]
+    lanes, key_width = slot_records.shape[0], keys.shape[1]
     value_width = values.shape[1]
-    _check(keys, values, pool, buffer, order, tokens_per_record)
-    check_state(lanes, page_table, slot_records, order)
+    _check(keys, values, pool, buffer, slot_records, tokens_per_record)
+    check_state(lanes, page_table, slot_records)
+    check_recency(recency, lanes, slot_records.shape[1])
     check_position(position)
     heads = check_host_rows(host_rows, lanes)
-    if not use_triton(order):
+    if not use_triton(slot_records):
         reference.append(
             keys,
             values,
@@ -128,12 +148,12 @@ def append(
             buffer,
             page_table,
             slot_records,
-            order,
+            recency,
             tokens_per_record,
         )
         return
-    slot_count = order.shape[1]
-    with on_device_of(order):
+    slot_count = slot_records.shape[1]
+    with on_device_of(slot_records):
         _append_kernel[(lanes,)](
             keys,
             values,
@@ -143,7 +163,7 @@ def append(
             buffer,
             page_table,
             slot_records,
-            order,
+            *recency,
             keys.stride(0),
             values.stride(0),
             page_table.stride(0),
@@ -151,13 +171,15 @@ def append(
             pool.shape[1],
             heads,
             slot_count,
+            recency.uses.shape[1],
             keys.shape[0] // lanes,
             tokens_per_record,
             key_width,
             value_width,
             block_of(key_width),
             block_of(value_width),
-            min(block_of(slot_count), _ORDER_BLOCK),
+            min(block_of(slot_count), _CLEAR_BLOCK),
+            min(block_of(slot_count), _SCAN_BLOCK),
             num_warps=4,
         )
 
@@ -167,11 +189,13 @@ def _check(
     values: torch.Tensor,
     pool: torch.Tensor,
     buffer: torch.Tensor,
-    order: torch.Tensor,
+    slot_records: torch.Tensor,
     tokens_per_record: int,
 ) -> None:
-    lanes, record_width = order.shape[0], pool.shape[2]
-    parts = lanes_each(keys.shape[0], lanes, "order", "lanes")
+    lanes, record_width = slot_records.shape[0], pool.shape[2]
+    parts = lanes_each(keys.shape[0], lanes, "slot_records", "lanes")
     check_tokens(keys, values, pool, buffer, tokens_per_record, parts)
-    if buffer.shape != (lanes, order.shape[1], record_width):
-        raise ValueError(f"buffer must be {[lanes, order.shape[1], record_width]}, got {list(buffer.shape)}")
+    if buffer.shape != (lanes, slot_records.shape[1], record_width):
+        raise ValueError(
+            f"buffer must be {[lanes, slot_records.shape[1], record_width]}, got {list(buffer.shape)}"
+        )

@@ -36,28 +36,25 @@ def ceil_div(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def check_state(
-    lanes: int, page_table: torch.Tensor, slot_records: torch.Tensor, order: torch.Tensor
-) -> None:
-    """Check a hot buffer's tables: int32 ``[lanes, capacity]``, ``[lanes, B]`` and ``[lanes, B]``.
+def check_state(lanes: int, page_table: torch.Tensor, slot_records: torch.Tensor) -> None:
+    """Check a hot buffer's tables: int32 ``[lanes, capacity]`` and ``[lanes, B]``.
 
     Raises
     ------
     ValueError
-        For another dtype, another number of lanes, tables of different ``B``, or a stride between columns.
+        For another dtype, another number of lanes, or a stride between columns.
     """
-    if not page_table.dtype is slot_records.dtype is order.dtype is torch.int32:
+    if not page_table.dtype is slot_records.dtype is torch.int32:
         raise ValueError(
-            "page_table, slot_records and order must be int32, "
-            f"got {page_table.dtype}, {slot_records.dtype} and {order.dtype}"
+            f"page_table and slot_records must be int32, got {page_table.dtype} and {slot_records.dtype}"
         )
-    if page_table.shape[0] != lanes or order.shape[0] != lanes or slot_records.shape != order.shape:
+    if page_table.shape[0] != lanes or slot_records.shape[0] != lanes or slot_records.ndim != 2:
         raise ValueError(
-            f"page_table, slot_records and order must be [{lanes}, capacity], [{lanes}, B] and [{lanes}, B], "
-            f"got {list(page_table.shape)}, {list(slot_records.shape)} and {list(order.shape)}"
+            f"page_table and slot_records must be [{lanes}, capacity] and [{lanes}, B], "
+            f"got {list(page_table.shape)} and {list(slot_records.shape)}"
         )
-    if page_table.stride(1) != 1 or not (slot_records.is_contiguous() and order.is_contiguous()):
-        raise ValueError("slot_records and order must be contiguous, page_table in its last dimension")
+    if page_table.stride(1) != 1 or not slot_records.is_contiguous():
+        raise ValueError("slot_records must be contiguous, page_table in its last dimension")
 
 
 def check_position(position: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ _QUAD_BYTES = 16
 _QUADS_PER_WARP = 128  # per round: 4 reads of 16 bytes in flight per thread
 _PROGRAMS = 512  # over all lanes: one program alone reads host memory at a tenth of the link's speed
 _PROGRAMS_PER_LANE = 128
-_FEW_WARPS = 32
+_FEW_WARPS, _FEW_QUADS_PER_WARP = 32, 256
 
 
 @triton.jit(do_not_specialize=["host_rows_stride", "host_lanes", "heads", "slot_count", "k", "lanes"])
@@ -92,7 +92,7 @@ def fetch(
         parts = min(_PROGRAMS_PER_LANE, max(1, _PROGRAMS // lanes))
     else:  # few programs must each have more in flight to keep the link busy
         warps, rows, parts = _FEW_WARPS, 1, programs
-    quads = warps * _QUADS_PER_WARP
+    quads = warps * (_QUADS_PER_WARP if programs is None else _FEW_QUADS_PER_WARP)
     parts = min(parts, ceil_div(k * record_quads, quads))
     with on_device_of(buffer):
         _fetch_kernel[(rows, parts)](

@@ -16,9 +16,9 @@ pool
 host_rows
     int32 ``[batch, capacity]``: the batch row under which a record lies in the pool. Reordering beams permutes
     this table and moves no data.
-buffer, page_table, slot_records, order
+buffer, page_table, slot_records, recency
     The hot buffer of a layer: ``[lanes, B, E]`` data, int32 ``[lanes, capacity]`` record -> slot or -1, its inverse
-    int32 ``[lanes, B]`` slot -> record or -1, and int32 ``[lanes, B]`` slots from least to most recently used.
+    int32 ``[lanes, B]`` slot -> record or -1, and in which order the slots were used (see `Recency`).
 position
     int64 ``[1]`` on the device: cache position of the query token, counted from 0. A tensor, so that a decode
     step can be replayed from a CUDA graph.
@@ -29,6 +29,41 @@ from __future__ import annotations
 import torch
 
 from .miss_plan import HostSource, MissPlan
+from .recency import Recency
+
+
+def _current(recency: Recency, head: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """Which entries of the log are current, bool ``[lanes, N]``; head, tail int64 ``[lanes]``."""
+    uses, stamps, _ = recency
+    entry = torch.arange(uses.shape[1], device=uses.device)
+    inside = (entry >= head[:, None]) & (entry < tail[:, None])
+    return inside & (stamps.gather(1, uses.long()) == entry)
+
+
+def _make_room(recency: Recency, needed: int, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Head and tail, int64 ``[lanes]``, after the lanes `where` whose log cannot take `needed` more entries have cleared it."""
+    uses, stamps, span = recency
+    full = where & (span[:, 1] + needed > uses.shape[1])
+    if full.any():
+        order = recency.order()
+        slots = order.shape[1]
+        entry = torch.arange(slots, dtype=torch.int32, device=order.device).expand_as(order)
+        uses[:, :slots] = torch.where(full[:, None], order, uses[:, :slots])
+        stamps.copy_(
+            torch.where(full[:, None], torch.empty_like(stamps).scatter_(1, order.long(), entry), stamps)
+        )
+        span.copy_(
+            torch.where(full[:, None], torch.tensor([0, slots], dtype=torch.int32, device=span.device), span)
+        )
+    return span[:, 0].long(), span[:, 1].long()
+
+
+def _use(recency: Recency, slot: torch.Tensor, entry: torch.Tensor, where: torch.Tensor) -> None:
+    """Note, `where`, that `slot` is used, as entry number `entry` of the log: all ``[lanes, n]``."""
+    lane, at = where.nonzero(as_tuple=True)
+    recency.uses[lane, entry[lane, at]] = slot[lane, at].int()
+    latest = torch.where(where, entry, -1).int()
+    recency.stamps.scatter_reduce_(1, slot.clamp(min=0).long(), latest, "amax")
 
 
 def append(
@@ -40,7 +75,7 @@ def append(
     buffer: torch.Tensor,
     page_table: torch.Tensor,
     slot_records: torch.Tensor,
-    order: torch.Tensor,
+    recency: Recency,
     tokens_per_record: int,
 ) -> None:
     """Store one new token per lane, in the host pool and in a slot (write-allocate).
@@ -56,23 +91,27 @@ def append(
     values : ``[lanes * parts, value_width]``, ``value_width`` may be 0
     position : int64 ``[1]``
         Where the token goes; its record is ``position // tokens_per_record``.
-    pool, host_rows, buffer, page_table, slot_records, order
+    pool, host_rows, buffer, page_table, slot_records, recency
         See the module; all are updated in place.
     """
-    lanes, key_width = order.shape[0], keys.shape[1]
+    lanes, key_width = slot_records.shape[0], keys.shape[1]
     value_width = values.shape[1]
     batch = host_rows.shape[0]
     record, offset = divmod(int(position), tokens_per_record)
     lane = torch.arange(lanes, device=keys.device)
 
     if offset == 0:
-        slot = order[:, 0].long()
+        head, tail = _make_room(recency, 1, torch.ones(lanes, dtype=torch.bool, device=keys.device))
+        entry = _current(recency, head, tail).int().argmax(dim=1)  # the first one
+        slot = recency.uses[lane, entry].long()
+        recency.span[:, 0] = entry + 1
+        _use(recency, slot[:, None], tail[:, None], torch.ones_like(slot[:, None], dtype=torch.bool))
+        recency.span[:, 1] = tail + 1
         evicted = slot_records[lane, slot].long()
         resident = evicted >= 0
         page_table[lane[resident], evicted[resident]] = -1
         page_table[:, record] = slot.to(page_table.dtype)
         slot_records[lane, slot] = record
-        order.copy_(order.roll(-1, dims=1))
         host_rows[:, record] = torch.arange(batch, dtype=host_rows.dtype, device=host_rows.device)
 
     key_at = offset * key_width
@@ -132,7 +171,7 @@ def resolve(
     position: torch.Tensor,
     page_table: torch.Tensor,
     slot_records: torch.Tensor,
-    order: torch.Tensor,
+    recency: Recency,
     counters: torch.Tensor,
     slots: torch.Tensor,
     plan: MissPlan,
@@ -143,9 +182,9 @@ def resolve(
     1. -1 in a selection is padding, its slot is -1. Duplicates are legal: all get one slot, fetched once.
     2. Hits keep their slot. Misses, in selection order, take the least recently used slots that no record of
        this selection holds.
-    3. The new order is: stale slots (old relative order), slots of the misses (selection order), slots of the
-       hits (old relative order). While the whole history fits the buffer and nothing is missing, the order stays
-       as it is.
+    3. The new order is: stale slots (old relative order), slots of the misses, slots of the hits (both in selection
+       order, a duplicate counts where it is named last). While the whole history fits the buffer and nothing is
+       missing, the order stays as it is.
 
     Parameters
     ----------
@@ -153,7 +192,7 @@ def resolve(
         Records to read, -1 for none; every record is below the table's capacity.
     position : int64 ``[1]``
         The history holds ``position // tokens_per_record + 1`` records.
-    page_table, slot_records, order
+    page_table, slot_records, recency
         The hot buffer's state, updated in place.
     counters : int64 ``[lanes, 2]``
         Running totals, added to in place: valid selection entries, and misses among them (a duplicate counts
@@ -164,7 +203,7 @@ def resolve(
         Output: what `fetch` must bring. Every element is written.
     """
     lanes, k = selection.shape
-    slot_count = order.shape[1]
+    slot_count = slot_records.shape[1]
     device = selection.device
     valid = selection >= 0
     record = selection.clamp(min=0).long()
@@ -189,22 +228,23 @@ def resolve(
     counters[:, 0] += valid.sum(1)
     counters[:, 1] += count
 
-    held = torch.zeros(lanes, slot_count + 1, dtype=torch.bool, device=device)
-    held.scatter_(1, torch.where(slot >= 0, slot, slot_count).long(), True)
-    stale = ~held.gather(1, order.long())
-    stale_rank = stale.cumsum(1) - 1
-    stale_count = stale.sum(1, keepdim=True)
-    victim = stale & (stale_rank < count[:, None])
+    history_fits = int(position) // tokens_per_record + 1 <= slot_count
+    changed = (count > 0) | (not history_fits)
+    head, tail = _make_room(recency, k, changed)
+    hit = (slot >= 0) & changed[:, None]
+    _use(recency, slot, tail[:, None] + count[:, None] + hit.cumsum(1) - 1, hit)
 
-    # Sort the old order by its new place: stale, then the misses' slots, then hits; each group keeps its order.
-    place = torch.where(stale, torch.where(victim, 1, 0), 2)
-    new_order = order.gather(1, place.argsort(dim=1, stable=True))
-    first_miss = stale_count - count[:, None]
-    miss_at = (first_miss + torch.arange(k, device=device)).clamp(max=slot_count - 1)
-    miss_slots = torch.where(
-        torch.arange(k, device=device) < count[:, None], new_order.gather(1, miss_at), -1
-    )
-    plan.slots.copy_(miss_slots)
+    # The victims are the first current entries: those of hits are outdated now.
+    current = _current(recency, head, tail)
+    victim = current & (current.cumsum(1) <= count[:, None])
+    lane_of, entry = victim.nonzero(as_tuple=True)
+    plan.slots.fill_(-1)
+    plan.slots[lane_of, victim.cumsum(1)[lane_of, entry] - 1] = recency.uses[lane_of, entry]
+    index = torch.arange(recency.uses.shape[1], device=device)
+    recency.span[:, 0] = torch.where(victim, index + 1, head[:, None]).amax(1)
+    recency.span[:, 1] = tail + count + hit.sum(1)
+    taken = plan.slots >= 0
+    _use(recency, plan.slots, tail[:, None] + torch.arange(k, device=device), taken)
 
     # Forget the evicted, install the fetched.
     lane_of, at = (plan.slots >= 0).nonzero(as_tuple=True)
@@ -216,9 +256,6 @@ def resolve(
     slot_records[lane_of, target] = plan.records[lane_of, at]
 
     slots.copy_(torch.where(valid, page_table.gather(1, record), -1))
-    history_fits = int(position) // tokens_per_record + 1 <= slot_count
-    untouched = (count == 0)[:, None] & history_fits
-    order.copy_(torch.where(untouched, order, new_order))
 
 
 def fetch(
@@ -407,6 +444,32 @@ def quest_scores(
     return scores.masked_fill(~candidate, float("-inf"))
 
 
+def quest_select(scores: torch.Tensor, position: torch.Tensor, page_size: int, top_k: int) -> torch.Tensor:
+    """The query's own page and the best before it.
+
+    Parameters
+    ----------
+    scores : fp32 ``[lanes, capacity]``
+        -inf for a page that is no candidate (see `quest_scores`).
+    position : int64 ``[1]``
+
+    Returns
+    -------
+    int32 ``[lanes, top_k]``: the own page, then the others from the best on, of equal ones the first; -1 after the last.
+    """
+    lanes, capacity = scores.shape
+    bits = (scores + 0.0).view(torch.int32)  # of two zeros one
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    page = torch.arange(capacity, device=scores.device)
+    no_page = torch.iinfo(torch.int64).min
+    packed = ((ordered << 32) | (0xFFFFFFFF - page)).masked_fill(scores == float("-inf"), no_page)
+    best = packed.topk(min(top_k - 1, capacity), dim=1).values
+    pages = (0xFFFFFFFF - (best & 0xFFFFFFFF)).masked_fill(best == no_page, -1)
+    pages = torch.nn.functional.pad(pages, (0, top_k - 1 - pages.shape[1]), value=-1)
+    own = (position // page_size).expand(lanes, 1)
+    return torch.cat([own, pages], dim=1).int()
+
+
 def mla_decode(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -414,6 +477,7 @@ def mla_decode(
     slots: torch.Tensor,
     scaling: float,
     value_width: int,
+    source: HostSource | None = None,
 ) -> torch.Tensor:
     """Multi-head latent attention of one query token per lane over the selected rows, read from their slots.
 
@@ -435,11 +499,15 @@ def mla_decode(
     scaling : float
     value_width : int
         Width of the latent part (DeepSeek: 512 of 576).
+    source : HostSource, optional
+        As in `gqa_decode`: where the missing rows are, if no `fetch` has brought them.
 
     Returns
     -------
     ``[lanes, heads, value_width]`` in the query's dtype; zeros where nothing is selected.
     """
+    if source is not None:
+        fetch(*source, buffer)
     lanes = query.shape[0]
     selected = selection >= 0
     owner = torch.arange(lanes, device=buffer.device)[:, None] // (lanes // buffer.shape[0])

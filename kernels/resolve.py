@@ -9,17 +9,21 @@ import triton.language as tl
 from . import reference
 from .dispatch import block_of, check_position, check_state, on_device_of, use_triton
 from .miss_plan import MissPlan
+from .recency import Recency, check_recency, make_room
 
-_ORDER_BLOCK = 4096  # slots partitioned at a time
+_CLEAR_BLOCK = 4096  # entries of a full log looked at at a time
+_SCAN_BLOCK = 1024  # entries looked at at a time in search of what to evict
 
 
-@triton.jit(do_not_specialize=["selection_stride", "table_stride", "k", "slot_count"])
+@triton.jit(do_not_specialize=["selection_stride", "table_stride", "k", "slot_count", "log_length"])
 def _resolve_kernel(
     selection,
     position,
     page_table,
     slot_records,
-    order,
+    uses,
+    stamps,
+    span,
     counters,
     slots,
     plan_records,
@@ -30,20 +34,23 @@ def _resolve_kernel(
     table_stride,
     k,
     slot_count,
+    log_length,
     TOKENS: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    ORDER_BLOCK: tl.constexpr,
+    CLEAR_BLOCK: tl.constexpr,
+    SCAN_BLOCK: tl.constexpr,
 ):
     """One program per lane.
 
-    Needs no scratch memory: the tables carry the marks of the moment. The page table entry of a missing record
-    names the first of the entries that ask for it, the slot_records entry of a hit is negative, and `slots`
-    keeps the hits' slots in their old order until it receives the answer.
+    Needs no scratch memory: the page table entry of a missing record names, for the moment, the first of the entries that ask
+    for it.
     """
     lane = tl.program_id(0).to(tl.int64)
     page_table += lane * table_stride
     slot_records += lane * slot_count
-    order += lane * slot_count
+    uses += lane * log_length
+    stamps += lane * slot_count
+    span += lane * 2
     slots += lane * k
     plan_records += lane * k
     plan_slots += lane * k
@@ -59,10 +66,10 @@ def _resolve_kernel(
     history = tl.load(position) // TOKENS + 1
 
     if (count > 0) | (history > slot_count):
+        head, tail = make_room(uses, stamps, span, k, log_length, CLEAR_BLOCK)
         # Of the entries that ask for the same missing record, the first one fetches it: it wins the minimum.
         claim = index - (1 << 30)
         tl.atomic_min(page_table + record, claim, mask=missing, sem="relaxed")
-        tl.store(slot_records + slot, -2 - record, mask=slot >= 0)
         tl.debug_barrier()
         winner = tl.load(page_table + record, mask=missing, other=0)
         fetched = missing & (winner == claim)
@@ -70,38 +77,40 @@ def _resolve_kernel(
         count = tl.sum(fetched.to(tl.int32), axis=0)
         tl.store(plan_records + rank, record, mask=fetched)
 
-        # Partition the order. Slots that stay stale move to the front, in place, since they never move away from
-        # it; victims and hits are set aside in plan_slots and slots.
-        stale_before = 0
-        for start in range(0, slot_count, ORDER_BLOCK):
-            place = start + tl.arange(0, ORDER_BLOCK)
-            exists = place < slot_count
-            entry = tl.load(order + place, mask=exists, other=0)
-            owner = tl.load(slot_records + entry, mask=exists, other=-2)
-            stale = owner > -2
-            stale_rank = stale_before + tl.cumsum(stale.to(tl.int32), axis=0) - 1
-            stale_before += tl.sum(stale.to(tl.int32), axis=0)
-            victim = stale & (stale_rank < count)
-            held = exists & (owner <= -2)
-            tl.debug_barrier()  # every thread has read this tile's order
-            tl.store(order + stale_rank - count, entry, mask=stale & (stale_rank >= count))
-            tl.store(plan_slots + stale_rank, entry, mask=victim)
-            tl.store(page_table + owner, -1, mask=victim & (owner >= 0))
-            tl.store(slots + place - stale_rank - 1, entry, mask=held)
-            tl.store(slot_records + entry, -2 - owner, mask=held)
+        hit = slot >= 0
+        entry = tail + count + tl.cumsum(hit.to(tl.int32), axis=0) - 1
+        hits = tl.sum(hit.to(tl.int32), axis=0)
+        tl.store(uses + entry, slot, mask=hit)
+        tl.atomic_max(stamps + slot, entry, mask=hit, sem="relaxed")  # of duplicates the last one counts
         tl.debug_barrier()
 
-        victim_slot = tl.load(plan_slots + index, mask=index < count, other=0)
-        hit_count = slot_count - stale_before
-        hit_slot = tl.load(slots + index, mask=index < hit_count, other=0)
-        tl.store(order + stale_before - count + index, victim_slot, mask=index < count)
-        tl.store(order + stale_before + index, hit_slot, mask=index < hit_count)
+        # The victims are the first current entries: those of hits are outdated now.
+        found = 0
+        start = head
+        while found < count:
+            place = start + tl.arange(0, SCAN_BLOCK)
+            oldest = tl.load(uses + place, mask=place < tail, other=0)
+            stamp = tl.load(stamps + oldest, mask=place < tail, other=-1)
+            current = (place < tail) & (stamp == place)
+            victim_rank = found + tl.cumsum(current.to(tl.int32), axis=0) - 1
+            victim = current & (victim_rank < count)
+            tl.store(plan_slots + victim_rank, oldest, mask=victim)
+            evicted = tl.load(slot_records + oldest, mask=victim, other=-1)
+            tl.store(page_table + evicted, -1, mask=evicted >= 0)
+            head = tl.maximum(head, tl.max(tl.where(victim, place + 1, 0), axis=0))
+            found += tl.sum(current.to(tl.int32), axis=0)
+            start += SCAN_BLOCK
+        tl.store(span, head)
+        tl.store(span + 1, tail + count + hits)
+        tl.debug_barrier()
 
         new_slot = tl.load(plan_slots + rank, mask=fetched, other=0)
         tl.store(page_table + record, new_slot, mask=fetched)
         tl.store(slot_records + new_slot, record, mask=fetched)
-        tl.debug_barrier()  # duplicates read what the first installed; `slots` is free for the answer
-        slot = tl.load(page_table + record, mask=valid, other=-1)
+        tl.store(uses + tail + rank, new_slot, mask=fetched)
+        tl.store(stamps + new_slot, tail + rank, mask=fetched)
+        tl.debug_barrier()  # duplicates read what the first installed
+        slot = tl.where(missing, tl.load(page_table + record, mask=missing, other=-1), slot)
 
     tl.store(slots + index, slot, mask=inside)
     tl.store(plan_missing + index, missing, mask=inside)
@@ -118,7 +127,7 @@ def resolve(
     position: torch.Tensor,
     page_table: torch.Tensor,
     slot_records: torch.Tensor,
-    order: torch.Tensor,
+    recency: Recency,
     counters: torch.Tensor,
     slots: torch.Tensor,
     plan: MissPlan,
@@ -133,25 +142,24 @@ def resolve(
         reference names.
     """
     lanes, k = selection.shape
-    slot_count = order.shape[1]
+    slot_count = slot_records.shape[1]
     _check(selection, slot_count, counters, slots, plan)
-    check_state(lanes, page_table, slot_records, order)
+    check_state(lanes, page_table, slot_records)
+    check_recency(recency, lanes, slot_count)
     check_position(position)
-    if not use_triton(order):
+    if not use_triton(slot_records):
         reference.resolve(
-            selection, position, page_table, slot_records, order, counters, slots, plan, tokens_per_record
+            selection, position, page_table, slot_records, recency, counters, slots, plan, tokens_per_record
         )
         return
     k_block = block_of(k)
-    order_block = min(block_of(slot_count), _ORDER_BLOCK)
-    widest = max(k_block, order_block)
-    with on_device_of(order):
+    with on_device_of(slot_records):
         _resolve_kernel[(lanes,)](
             selection,
             position,
             page_table,
             slot_records,
-            order,
+            *recency,
             counters,
             slots,
             plan.records,
@@ -162,10 +170,12 @@ def resolve(
             page_table.stride(0),
             k,
             slot_count,
+            recency.uses.shape[1],
             tokens_per_record,
             k_block,
-            order_block,
-            num_warps=4 if widest <= 1024 else 8 if widest <= 2048 else 16,
+            min(block_of(slot_count), _CLEAR_BLOCK),
+            min(k_block, _SCAN_BLOCK),
+            num_warps=4 if k_block <= 512 else 8 if k_block <= 1024 else 16,
         )
 
 

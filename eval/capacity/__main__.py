@@ -82,7 +82,7 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, tokens: int, room: in
 def play_traces(cache: HiSparseCache, tokens: int, steps: int) -> None:
     """Let a synthetic trace select, the same in each layer."""
     layers = [layer for layer in cache.hosted_layers if isinstance(layer, GqaLayer)]
-    lanes, k = layers[0].buffer.order.shape[0], layers[0].settings.top_k - 1
+    lanes, k = layers[0].buffer.lanes, layers[0].settings.top_k - 1
     pages = tokens // layers[0].layout.tokens - 1
     device = str(layers[0].position.device)
     trace = synthetic_trace(lanes, k, pages, steps + 8, PAPER_CURVE, device=device)

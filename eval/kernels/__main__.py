@@ -97,7 +97,7 @@ class Workload:
 
     @property
     def _tables(self) -> tuple[torch.Tensor, ...]:
-        return self.buffer.page_table, self.buffer.slot_records, self.buffer.order
+        return self.buffer.page_table, self.buffer.slot_records, *self.buffer.recency
 
     def restore(self) -> None:
         """As before the first selection: the data is not, but who looks at it."""

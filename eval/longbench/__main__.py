@@ -141,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(finish(job, entries, method, folder))
     if state.is_main_process:
         print(f"{table(rows)}\nwritten: {folder}")
+    state.destroy_process_group()
     return 0
 
 

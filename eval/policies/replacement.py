@@ -78,7 +78,7 @@ class Buffer:
         entries = [record for record in selection if record >= 0]
         wanted = dict.fromkeys(entries)  # a set, in selection order
         missing = [record for record in wanted if record not in self.held]
-        hits = [record for record in self.held if record in wanted]
+        hits = [record for record in dict.fromkeys(reversed(entries)) if record in self.held][::-1]
         self.selected += len(entries)
         self.misses += len(missing)
         self.make_room(len(missing), wanted)
@@ -114,7 +114,7 @@ class Buffer:
         del self.held[record]
 
     def promote(self, hits: list[int]) -> None:
-        """These were read and in the buffer; they are in the order of `held`."""
+        """These were read and in the buffer; they are in selection order, each where it was named last."""
 
 
 def worth_after_prefill(selection: list[int], records: int) -> list[int]:
@@ -156,7 +156,7 @@ class LRU(Buffer):
     """
 
     def promote(self, hits: list[int]) -> None:
-        """Hits become the most recent, in the order they had."""
+        """Hits become the most recent, in selection order."""
         for record in hits:
             del self.held[record]
         self.held.update(dict.fromkeys(hits))

@@ -1,9 +1,9 @@
 """LRU at all buffer sizes in one pass.
 
 Mattson et al., "Evaluation techniques for storage hierarchies", 1970: an LRU buffer of n slots holds the first n records of one
-and the same stack, so how deep a record lies says which sizes miss it. Here a whole selection moves to the top at once, in the
-order it had. The cache differs in one tie: what a step fetches ranks in selection order, and what was fetched depends on the
-size, so no single stack can tell. `LRU` replays that exactly, one size at a time.
+and the same stack, so how deep a record lies says which sizes miss it. Here a whole selection moves to the top at once, in its
+order. The cache differs in one tie: what a step fetches ranks below what it had, and what was fetched depends on the size, so no
+single stack can tell. `LRU` replays that exactly, one size at a time.
 """
 
 from __future__ import annotations
@@ -47,14 +47,12 @@ def misses_by_size(events: Sequence[Event], largest: int) -> np.ndarray:
                 if begins:
                     stack.append(records - 1)
                 place = {record: index for index, record in enumerate(stack)}
-                wanted = {record for record in selection if record >= 0}
-                known = sorted(place[record] for record in wanted if record in place)
-                for index in known:
-                    found_at[min(len(stack) - index, largest + 1)] += 1
-                unknown = sorted(wanted - place.keys())
-                found_at[-1] += len(unknown)
-                read = [*unknown, *(stack[index] for index in known)]
-                stack = [*(record for record in stack if record not in wanted), *read]
+                wanted = list(dict.fromkeys(record for record in selection if record >= 0))
+                for record in wanted:
+                    depth = len(stack) - place[record] if record in place else largest + 1
+                    found_at[min(depth, largest + 1)] += 1
+                read = set(wanted)
+                stack = [*(record for record in stack if record not in read), *wanted]
             case Crop():
                 raise ValueError(
                     "one stack cannot tell the misses of a trace with crops: replay LRU for each size"

@@ -94,7 +94,13 @@ def fill(cache: HiSparseCache, model: PreTrainedModel, batch: int, history: int)
 def without_io() -> Iterator[None]:
     """No record is read from the host: what is computed is wrong, and takes the time it would take without misses."""
     skip = lambda *args: None  # noqa: E731
-    with mock.patch("hf_hisparse.hot_buffer.fetch", skip), mock.patch("hf_hisparse.prefetch.fetch", skip):
+    resolve = LatentLayer.resolve
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch("hf_hisparse.hot_buffer.fetch", skip))
+        patches.enter_context(mock.patch("hf_hisparse.prefetch.fetch", skip))
+        patches.enter_context(
+            mock.patch.object(LatentLayer, "resolve", lambda layer, chosen: (resolve(layer, chosen)[0], None))
+        )
         yield
 
 

@@ -122,7 +122,7 @@ class DenseLayer(GqaLayer):
         """It is all there is."""
 
     def _note_read(self) -> None:
-        lanes, records = self.buffer.data.shape[0], self.layout.count(self._length)
+        lanes, records = self.buffer.lanes, self.layout.count(self._length)
         self._read += lanes * records
         self._missed += lanes * max(0, records - self.buffer.data.shape[1])
 

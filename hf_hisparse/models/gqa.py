@@ -115,7 +115,7 @@ class GqaLayer(HostedLayer):
 
     def _check_selection(self, selection: torch.Tensor) -> None:
         """Hold a selector to its word: the shape always, the content, which the GPU would have to wait for, with `verify`."""
-        shape = (self.buffer.order.shape[0], self.settings.top_k)
+        shape = (self.buffer.lanes, self.settings.top_k)
         if selection.shape != shape or selection.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"{self.name}: {self.selector!r} selected {selection.dtype} {list(selection.shape)}, must be int32 or int64 "
@@ -134,4 +134,4 @@ class GqaLayer(HostedLayer):
 
     def _lanes(self, query: torch.Tensor) -> torch.Tensor:
         """``[batch, query heads, width]`` -> ``[lanes, group, width]``."""
-        return query.reshape(self.buffer.data.shape[0], -1, query.shape[-1])
+        return query.reshape(self.buffer.lanes, -1, query.shape[-1])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hisparse_kernels.quest_pages import quest_scores, quest_update
+from hisparse_kernels.quest_select import quest_select
 
 from ..records import moved
 from ..selector import LayerShape
@@ -118,11 +119,9 @@ class QuestState:
         quest_update(keys, valid, position, self.bounds, self.settings.page_size)
 
     def select(self, query: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The query's own page and the best before it: int64 ``[lanes, top_k]``, -1 where there are fewer."""
+        """The query's own page and the best before it: int32 ``[lanes, top_k]``, -1 where there are fewer."""
         scores = quest_scores(query, self.bounds, position, self.settings.page_size)
-        own = (position // self.settings.page_size).expand(scores.shape[0], 1)
-        best, pages = scores.topk(min(self.settings.top_k - 1, scores.shape[1]), dim=1)
-        return torch.cat([own, pages.masked_fill_(best == float("-inf"), -1)], dim=1)
+        return quest_select(scores, position, self.settings.page_size, self.settings.top_k)
 
     def crop(self, tokens: int) -> None:
         """Nothing to forget: pages from the query's own on are no candidates, and a page's first token starts it afresh."""

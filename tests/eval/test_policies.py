@@ -274,8 +274,8 @@ def _growing(seed: int = 0) -> list[Event]:
     return events
 
 
-def _lru_with_ties_by_last_use(events: list[Event], slots: int) -> int:
-    """A buffer of one size in which what a step reads keeps its order, fetched or not."""
+def _lru_in_selection_order(events: list[Event], slots: int) -> int:
+    """A buffer of one size in which what a step reads ranks in selection order, fetched or not."""
     used = {record: (0, record) for record in range(1000)}
     held: set[int] = set()
     misses = 0
@@ -290,7 +290,7 @@ def _lru_with_ties_by_last_use(events: list[Event], slots: int) -> int:
             held = set(sorted(held | {event.records - 1}, key=used.__getitem__)[-slots:])
         misses += len(set(event.selection) - held)
         held |= set(event.selection)
-        for rank, record in enumerate(sorted(event.selection, key=used.__getitem__)):
+        for rank, record in enumerate(event.selection):
             used[record] = (now, 1 + rank)
         held = set(sorted(held, key=used.__getitem__)[-slots:])
     return misses
@@ -299,7 +299,7 @@ def _lru_with_ties_by_last_use(events: list[Event], slots: int) -> int:
 def test_stack_distances_give_all_sizes_at_once():
     events = _growing()
     curve = misses_by_size(events, 70)
-    expected = [_lru_with_ties_by_last_use(events, slots) for slots in range(8, 71)]
+    expected = [_lru_in_selection_order(events, slots) for slots in range(8, 71)]
     assert curve[8:].tolist() == expected
     assert expected[0] > expected[20] > expected[-1]
 

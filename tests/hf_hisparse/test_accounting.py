@@ -152,7 +152,7 @@ def _misses_by_the_book(selections: list[list[int]], prompt_length: int, page_si
             order = [*order[1:], position // page_size]
         missing = [record for record in selection if record not in order]
         stale = [record for record in order if record not in selection]
-        hits = [record for record in order if record in selection]
+        hits = [record for record in selection if record in order]
         order = stale[len(missing) :] + missing + hits
         misses += len(missing)
     return misses

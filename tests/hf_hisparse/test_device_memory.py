@@ -100,7 +100,7 @@ def test_answers_are_those_of_the_oracle_while_buffers_shrink(twins, device, lim
             expected = [native(text, past_key_values=own).logits for text in texts]
         for text, logits in zip(texts, expected, strict=True):
             torch.testing.assert_close(model(text, past_key_values=cache).logits, logits, atol=1e-4, rtol=0)
-            buffers.append(cache.hosted_layers[0].buffer.order.shape[1])
+            buffers.append(cache.hosted_layers[0].buffer.slot_records.shape[1])
     assert max(buffers) > buffers[-1], "they did not shrink"
     assert cache.stats().misses > 0
 
@@ -212,7 +212,7 @@ def test_dsa_answers_while_buffers_shrink_and_grow(device):
             text = prompt(1, length, length, device)
             expected = native(text, past_key_values=own).logits
             torch.testing.assert_close(model(text, past_key_values=cache).logits, expected, atol=1e-4, rtol=0)
-            buffers.append(cache.hosted_layers[0].buffer.order.shape[1])
+            buffers.append(cache.hosted_layers[0].buffer.slot_records.shape[1])
     assert len(set(buffers)) > 3 and cache.stats().misses > 0
     for layer in cache.hosted_layers:
         assert layer.buffer.data.shape[1] == buffers[-1]
@@ -227,19 +227,18 @@ def test_resize_keeps_the_most_recently_used(slots):
     records = torch.stack([torch.randperm(20)[:9] for _ in range(3)])
     buffer.fill(records, records[:, :, None].float().expand(-1, -1, 4))
     buffer.forget(15)  # leaves empty slots, not as many in each lane
-    buffer.order = buffer.order.flip(1)
-    buffer._sort_order(buffer.order.clone())
+    buffer._sort_order(buffer.recency.order().flip(1))
 
     def by_age() -> list[list[int]]:
         return [
             [record for record in row.tolist() if record >= 0]
-            for row in buffer.slot_records.gather(1, buffer.order.long())
+            for row in buffer.slot_records.gather(1, buffer.recency.order().long())
         ]
 
     before = by_age()
     buffer.resize(slots)
     assert by_age() == [ages[-slots:] if len(ages) > slots else ages for ages in before]
-    assert buffer.order.sort(1).values.tolist() == [list(range(slots))] * 3
+    assert buffer.recency.order().sort(1).values.tolist() == [list(range(slots))] * 3
     for lane, ages in enumerate(by_age()):
         for record in range(20):
             slot = int(buffer.page_table[lane, record])

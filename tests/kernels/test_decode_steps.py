@@ -74,7 +74,7 @@ REFERENCES = reference.append, reference.resolve, reference.fetch
 def run(functions: tuple, layer: Layer, kind: Kind, step: Step) -> None:
     append_, resolve_, fetch_ = functions
     host = layer.pool, layer.host_rows
-    tables = layer.page_table, layer.slot_records, layer.order
+    tables = layer.page_table, layer.slot_records, layer.recency
     outputs = layer.counters, layer.slots, layer.plan
     append_(step.keys, step.values, step.position, *host, layer.buffer, *tables, kind.tokens)
     resolve_(step.selection, step.position, *tables, *outputs, kind.tokens)

@@ -22,14 +22,14 @@ def plan_misses(layer: Layer, seed: int = 0) -> None:
     for lane in range(lanes):
         count = 0 if lane == 1 else k - lane % 3 if lane < k else k // 2
         layer.plan_count[lane] = count
-        capacity, slots = layer.page_table.shape[1], layer.order.shape[1]
+        capacity, slots = layer.page_table.shape[1], layer.slot_records.shape[1]
         layer.plan_records[lane, :count] = torch.randperm(capacity, generator=generator)[:count].int()
         layer.plan_slots[lane, :count] = torch.randperm(slots, generator=generator)[:count].int()
 
 
 def contract(layer: Layer) -> None:
-    heads = len(layer.order) // len(layer.host_rows)
-    for lane in range(len(layer.order)):
+    heads = len(layer.slot_records) // len(layer.host_rows)
+    for lane in range(len(layer.slot_records)):
         for i in range(layer.plan_count[lane]):
             record, slot = layer.plan_records[lane, i].item(), layer.plan_slots[lane, i].item()
             host_row = layer.host_rows[lane // heads, record].item()

@@ -8,19 +8,20 @@ import torch
 from hisparse_kernels import reference
 from hisparse_kernels import resolve as resolve_module
 from hisparse_kernels.miss_plan import MissPlan
+from hisparse_kernels.recency import Recency
 from hisparse_kernels.resolve import resolve
 
-from .layers import GPU, POISON, Layer, assert_same_bits, at, random_selection
+from .layers import GPU, LOG, POISON, Layer, assert_same_bits, at, random_selection
 
 
 def run(function, layer: Layer, selection: torch.Tensor, position: int, tokens: int = 1) -> None:
-    device = layer.order.device
+    device = layer.buffer.device
     function(
         selection.to(device),
         at(position, device),
         layer.page_table,
         layer.slot_records,
-        layer.order,
+        layer.recency,
         layer.counters,
         layer.slots,
         layer.plan,
@@ -31,11 +32,12 @@ def run(function, layer: Layer, selection: torch.Tensor, position: int, tokens: 
 def contract(layer: Layer, selection: torch.Tensor, position: int, tokens: int = 1) -> None:
     """One resolve as the design words it, one lane and one record after another."""
     lanes, k = selection.shape
+    orders = layer.order
     for lane in range(lanes):
         wanted = selection[lane].tolist()
         table = layer.page_table[lane].tolist()
         owner = layer.slot_records[lane].tolist()
-        order = layer.order[lane].tolist()
+        order = orders[lane].tolist()
 
         hits = {table[record] for record in wanted if record >= 0 and table[record] >= 0}
         misses = []
@@ -50,18 +52,21 @@ def contract(layer: Layer, selection: torch.Tensor, position: int, tokens: int =
             table[record], owner[slot] = slot, record
         everything_fits = position // tokens + 1 <= len(order)
         if misses or not everything_fits:
-            order = stale[len(misses) :] + fresh + [slot for slot in order if slot in hits]
+            named = [layer.page_table[lane, record].item() for record in wanted if record >= 0]
+            used = list(dict.fromkeys(slot for slot in reversed(named) if slot >= 0))[::-1]
+            order = stale[len(misses) :] + fresh + used
 
         padding = [-1] * (k - len(misses))
         layer.page_table[lane] = torch.tensor(table)
         layer.slot_records[lane] = torch.tensor(owner)
-        layer.order[lane] = torch.tensor(order)
+        orders[lane] = torch.tensor(order)
         layer.slots[lane] = torch.tensor([table[record] if record >= 0 else -1 for record in wanted])
         layer.plan_records[lane] = torch.tensor(misses + padding)
         layer.plan_slots[lane] = torch.tensor(fresh + padding)
         layer.plan_count[lane] = len(misses)
         layer.plan_missing[lane] = torch.tensor([record in misses for record in wanted])
         layer.counters[lane] += torch.tensor([sum(record >= 0 for record in wanted), len(misses)])
+    layer.recency.set_order(orders)
 
 
 def shape(lanes: int, k: int, slots: int, capacity: int, *marks):
@@ -101,7 +106,8 @@ def test_reference_is_the_contract(lanes, k, slots, capacity):
         got.poison()
         run(reference.resolve, got, selection, position)
         contract(want, selection, position)
-        got.assert_same(want, f"step {step}: ")
+        got.assert_same(want, f"step {step}: ", but=LOG)
+        assert_same_bits(f"step {step}: order", got.order, want.order)
 
 
 @pytest.mark.parametrize("lanes, k, slots, capacity", SMALL + BIG)
@@ -121,8 +127,9 @@ def test_kernel_is_the_reference(device, lanes, k, slots, capacity):
 
 @pytest.mark.parametrize("tokens", [1, 16, 48], ids="tokens{}".format)
 @pytest.mark.parametrize("slots, block", [(12, 4), (13, 4), (40, 16)], ids=["B12", "B13", "B40"])
-def test_an_order_longer_than_one_tile(device, monkeypatch, tokens, slots, block):
-    monkeypatch.setattr(resolve_module, "_ORDER_BLOCK", block)
+def test_a_log_longer_than_one_tile(device, monkeypatch, tokens, slots, block):
+    monkeypatch.setattr(resolve_module, "_CLEAR_BLOCK", block)
+    monkeypatch.setattr(resolve_module, "_SCAN_BLOCK", block // 2)
     generator = torch.Generator().manual_seed(slots)
     want = Layer.new(heads=2, k=9, slots=slots, capacity=60).fill(0.5)
     got = want.to(device)
@@ -140,7 +147,7 @@ def small_layer(device: str, resident: list[int], k: int) -> Layer:
     """One lane with the records `resident` in slots 0, 1, ... from the oldest to the newest; 20 records exist."""
     layer = Layer.new(k=k, slots=len(resident), capacity=20)
     layer.counters.zero_()
-    layer.order[0] = torch.arange(len(resident))
+    layer.recency.set_order(torch.arange(len(resident), dtype=torch.int32)[None])
     for slot, record in enumerate(resident):
         layer.slot_records[0, slot] = record
         if record >= 0:
@@ -160,7 +167,38 @@ def test_hits_rank_above_what_was_just_fetched(device, implementation):
     assert layer.slots.tolist() == [[1, 2, 0]]
     assert layer.plan_records.tolist() == [[5, -1, -1]]
     assert layer.plan_slots.tolist() == [[2, -1, -1]]
-    assert layer.order.tolist() == [[3, 2, 0, 1]], "stale | misses | hits in their old order"
+    assert layer.order.tolist() == [[3, 2, 1, 0]], "stale | misses | hits in selection order"
+
+
+@IMPLEMENTATIONS
+def test_a_duplicate_ranks_where_it_is_named_last(device, implementation):
+    layer = small_layer(device, [10, 11, 12, 13], k=4)
+    run(implementation, layer, torch.tensor([[12, 10, 12, 11]]), position=19)
+    assert layer.order.tolist() == [[3, 0, 2, 1]]
+
+
+@IMPLEMENTATIONS
+def test_a_full_log_is_cleared(device, implementation):
+    """Hits alone fill it, in lanes that do not fill it at the same time; then something is evicted."""
+    want = Layer.new(heads=2, k=4, slots=6, capacity=20)
+    want.slot_records[:] = torch.arange(6)
+    want.page_table[:, :6] = torch.arange(6)
+    want.recency.set_order(torch.arange(6, dtype=torch.int32).repeat(2, 1))
+    got = want.to(device)
+    cleared = [0, 0]
+    for step in range(40):
+        selection = torch.tensor([[step % 6, (step + 1) % 6, -1, -1], [step % 6, 4, 5, (step + 2) % 4]])
+        if step == 25:
+            selection[0, 3] = 17
+        tails = got.span[:, 1].tolist()
+        run(implementation, got, selection, position=19)
+        contract(want, selection, position=19)
+        assert_same_bits(f"step {step}: order", got.order, want.order)
+        cleared = [
+            n + (now < then) for n, then, now in zip(cleared, tails, got.span[:, 1].tolist(), strict=True)
+        ]
+    assert cleared[0] >= 2 and cleared[1] > cleared[0]
+    assert got.slot_records.tolist() == want.slot_records.tolist()
 
 
 @IMPLEMENTATIONS
@@ -171,6 +209,7 @@ def test_padding_and_duplicates_are_no_misses(device, implementation):
     assert layer.plan_records.tolist() == [[7, -1, -1, -1, -1, -1]]
     assert layer.slots.tolist() == [[-1, 0, 2, 0, -1, 2]]
     assert layer.counters.tolist() == [[4, 1]], "4 records asked for, 1 of them missing"
+    assert layer.order.tolist() == [[1, 3, 4, 5, 0, 2]]
 
 
 @IMPLEMENTATIONS
@@ -180,8 +219,9 @@ def test_a_selection_of_padding_alone(device, implementation):
     run(implementation, layer, torch.tensor([[-1, -1]]), position=19)
     assert layer.slots.tolist() == [[-1, -1]]
     assert layer.plan_count.tolist() == [0]
-    for name in ("page_table", "slot_records", "order", "counters"):
+    for name in ("page_table", "slot_records", "counters"):
         assert_same_bits(name, getattr(layer, name), getattr(before, name))
+    assert_same_bits("order", layer.order, before.order)
 
 
 @IMPLEMENTATIONS
@@ -228,6 +268,11 @@ def test_views_with_a_row_stride(device, selection_stride, table_stride, dtype):
     assert (table[:, 50:] == POISON).all()
 
 
+RECENCY = Recency.of(torch.arange(8, dtype=torch.int32).repeat(2, 1))
+WIDE = RECENCY._replace(stamps=RECENCY.stamps.long())
+SHORT = RECENCY._replace(uses=RECENCY.uses[:, :15].contiguous())
+
+
 def spoiled(name: str, value) -> pytest.param:
     return pytest.param(name, value, id=f"{name}-{list(value.shape)}-{value.dtype}".replace("torch.", ""))
 
@@ -240,8 +285,10 @@ def spoiled(name: str, value) -> pytest.param:
         spoiled("position", torch.zeros(2, dtype=torch.int64)),
         spoiled("position", torch.zeros(1, dtype=torch.int32)),
         spoiled("page_table", torch.zeros(2, 50, dtype=torch.int64)),
-        spoiled("slot_records", torch.zeros(2, 7, dtype=torch.int32)),
-        spoiled("order", torch.zeros(3, 8, dtype=torch.int32)),
+        spoiled("slot_records", torch.zeros(2, 8, dtype=torch.int64)),
+        pytest.param("recency", Recency.of(torch.zeros(2, 7, dtype=torch.int32)), id="recency-slots"),
+        pytest.param("recency", WIDE, id="recency-dtype"),
+        pytest.param("recency", SHORT, id="recency-length"),
         spoiled("counters", torch.zeros(2, 2, dtype=torch.int32)),
         spoiled("slots", torch.zeros(2, 5, dtype=torch.int32)),
         spoiled("slots", torch.zeros(2, 4, dtype=torch.int64)),
@@ -255,7 +302,7 @@ def test_wrong_arguments_are_named(name, value):
         "position": at(3),
         "page_table": layer.page_table,
         "slot_records": layer.slot_records,
-        "order": layer.order,
+        "recency": layer.recency,
         "counters": layer.counters,
         "slots": layer.slots,
         "plan": layer.plan,

@@ -47,7 +47,7 @@ def layer_and_row(batch, heads, slots, key_width, value_width, dtype):
 
 
 def run(function, layer: Layer, keys, values, position: int, slots) -> None:
-    device = layer.order.device
+    device = layer.buffer.device
     function(
         keys.to(device),
         values.to(device),
@@ -77,7 +77,7 @@ def test_the_same_as_append_in_the_slots_it_chose(
         want.buffer,
         want.page_table,
         want.slot_records,
-        want.order,
+        want.recency,
         1,
     )
     run(function, got, keys, values, position, want.page_table[:, position].contiguous())
