@@ -207,7 +207,7 @@ def _held(cache: Cache, device: torch.device) -> dict[str, Any]:
     memory, stats = cache.memory(), cache.stats()
     return {
         "hit_rate": round(stats.hit_rate, 4),
-        "device_buffer_tokens": cache.hosted_layers[0].buffer_records * cache.hosted_layers[0].layout.tokens,
+        "device_buffer_tokens": cache.sparse_layers[0].buffer_records * cache.sparse_layers[0].layout.tokens,
         "buffer_bytes": memory.buffer_bytes,
         "selector_bytes": memory.selector_bytes,
         "table_bytes": memory.table_bytes,
@@ -221,7 +221,7 @@ def _traffic(model: PreTrainedModel, cache: Cache, run: Run, ms: float) -> dict[
     moved = selected = 0.0
     if isinstance(cache, HiSparseCache):
         stats = cache.stats()
-        selected = stats.selected * cache.hosted_layers[0].layout.nbytes / stats.steps
+        selected = stats.selected * cache.sparse_layers[0].layout.nbytes / stats.steps
         moved = stats.bytes_fetched / stats.steps
     elif run.cache == "offloaded":
         moved = kv_bytes_held(model, run.batch, run.context)

@@ -25,12 +25,13 @@ from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerHistory, LayerSettings
 from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
+from .models.dense import DenseLayer
 from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
 from .needs import model_dtype
 from .padding import Padding
 from .resident_layer import ResidentLayer
 from .selector import Selector
-from .sizes import Sizes, memory_of
+from .sizes import Buffers, Sizes, memory_of
 from .stats import Memory, Stats
 from .trace import TraceRecorder
 
@@ -65,8 +66,13 @@ class HiSparseCache(Cache):
     device_memory : int or str, optional
         Instead: the most GPU memory that this cache may hold, in bytes or as text ("6GiB"), with all that it keeps there.
         Everything stays resident until that is full, then the least recently used leaves; as what grows with the history
-        grows, the hot buffers shrink. "auto" is what is free beside the activations of the call that makes it grow. Each copy
-        may hold as much again; while a layer grows, what it had lies beside what it gets.
+        grows, the hot buffers shrink. When they hold no more than a query reads, Quest's dense layers move to the host and keep
+        as many of their first records on the GPU as there is room for; each step then reads the others over the link, and the
+        log says how much that is. "auto" is what is free beside the activations of the call that makes it grow. Each copy
+        may hold as much again; while a layer grows or moves, what it had lies beside what it gets.
+    host_dense_layers : bool, optional
+        Whether Quest's dense layers are on the host: True, from the start, each with its first `device_buffer_tokens` tokens
+        on the GPU; False, never; by default only when `device_memory` is too little for them. The answers are the same.
     decode_rows : int
         A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
     host_memory : int or str, optional
@@ -111,6 +117,7 @@ class HiSparseCache(Cache):
         *,
         device_buffer_tokens: int | None = None,
         device_memory: int | str | None = None,
+        host_dense_layers: bool | None = None,
         decode_rows: int = 32,
         host_memory: int | str | None = None,
         mla_mode: str = "absorb",
@@ -139,6 +146,13 @@ class HiSparseCache(Cache):
         for name, value in (("verify", verify), ("graphs", graphs), ("prefetch", prefetch)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}, must be True or False")
+        if host_dense_layers is not None and not isinstance(host_dense_layers, bool):
+            raise ValueError(f"host_dense_layers={host_dense_layers!r}, must be True, False or None")
+        if host_dense_layers and not family.dense:
+            raise ValueError(
+                "host_dense_layers=True, but there is no dense layer that could be hosted: it is for the first layers of a "
+                "selector with dense_layers, where they are full attention; leave it out"
+            )
         host_limit = HostLimit(host_memory)
         # Addresses only: a layer can at most hold what its share of the machine's memory allows.
         self._settings = LayerSettings(
@@ -147,11 +161,16 @@ class HiSparseCache(Cache):
             decode_rows=decode_rows,
             verify=verify,
             reserve_bytes=2 * host_limit.reachable // len(family.hosted),
+            dense_records=buffer_tokens // family.page_size if host_dense_layers else None,
         )
         dtype = model.dtype if isinstance(model, PreTrainedModel) else model_dtype(config)
-        sizes = Sizes(config, family, self._settings, dtype)
-        device_limit = None if device_memory is None else DeviceLimit(device_memory, sizes, extra)
-        self._limits = Limits(host_limit, device_limit, family, self._settings.device_buffer_records)
+        self._sizes = Sizes(config, family, self._settings, dtype)
+        self._host_dense_layers = host_dense_layers
+        device_limit = None
+        if device_memory is not None:
+            device_limit = DeviceLimit(device_memory, self._sizes, extra, host_dense_layers is not False)
+        buffers = Buffers(self._settings.device_buffer_records, self._settings.dense_records)
+        self._limits = Limits(host_limit, device_limit, family, buffers)
         self.padding = Padding()
         super().__init__(layers=new_layers(config, family, self._settings, self.padding))
         self._config = config
@@ -216,6 +235,11 @@ class HiSparseCache(Cache):
         """The layers whose KV lives on the host."""
         return [layer for layer in self.layers if isinstance(layer, HostedLayer)]
 
+    @property
+    def sparse_layers(self) -> list[HostedLayer]:
+        """Those of them that read what is selected."""
+        return [layer for layer in self.hosted_layers if not layer.dense]
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,8 +283,7 @@ class HiSparseCache(Cache):
         self.check_whole()
         self.make_room_for(key_states, value_states)
         self._stream.forget()
-        if key_states.shape[2] > self._settings.decode_rows:
-            self._stream.begin()
+        self._stream.begin(key_states.shape[2])
 
     def _check_dtype(self, key_states: torch.Tensor) -> None:
         if key_states.dtype not in _DTYPES:
@@ -279,25 +302,67 @@ class HiSparseCache(Cache):
         if tokens <= room:
             return
 
-        def asked(
-            tokens: int,
-        ) -> int:  # hosted layers grow in step and, in every supported model, have one shape
-            return first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
+        # Hosted layers grow in step and, in every supported model, have one shape.
+        def asked(tokens: int, dense_on_host: bool) -> int:
+            grown = first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
+            moved = first.host_bytes_of(tokens, batch, key_states, value_states) * len(self._to_move)
+            return grown + moved * dense_on_host
 
         purpose = f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}"
         new = Call(batch, rows, key_states.dtype, key_states.device)
-        growth = self._limits.growth(tokens, asked, self.memory(), new, purpose)
+        growth = self._limits.growth(tokens, asked, self.memory(), new, purpose, self._dense_on_host)
         if not room:  # what an earlier request of another shape left
             for layer in self._own_layers:
                 layer.release()
-        self._grow(growth)
+        self._grow(growth, new)
 
-    def _grow(self, growth: Growth) -> None:
+    def _grow(self, growth: Growth, call: Call) -> None:
         """Let layers that must grow do so; hot buffers give way first."""
         for layer in self._own_layers:
             layer.growth_target = growth.capacity
-        for hosted in self.hosted_layers:
-            hosted.resize_buffer(growth.records)
+        self._keep(growth.buffers, call, growth.capacity)
+
+    def _keep(self, buffers: Buffers, call: Call, capacity: int) -> None:
+        """Let layers keep so much on the device, beside room for `capacity` tokens."""
+        for layer in self.hosted_layers:
+            if not layer.dense:
+                layer.resize_buffer(buffers.records)
+            elif buffers.dense is not None:
+                layer.resize_buffer(buffers.dense)
+        if buffers.dense is not None and self._to_move:
+            self._move_dense_layers(buffers, call, capacity)
+
+    @property
+    def _to_move(self) -> list[ResidentLayer]:
+        """The dense layers that may go to the host and are not there."""
+        layers = [self.layers[index] for index in self._family.dense]
+        return [layer for layer in layers if isinstance(layer, ResidentLayer)]
+
+    @property
+    def _dense_on_host(self) -> bool | None:
+        """Whether the dense layers are on the host, None where that is to be decided."""
+        on_host = any(layer.dense for layer in self.hosted_layers)
+        return True if on_host else self._host_dense_layers
+
+    def _move_dense_layers(self, buffers: Buffers, call: Call, capacity: int) -> None:
+        """Move dense layers to the host, for good."""
+        settings = replace(self._settings, dense_records=buffers.dense)
+        fresh = new_layers(self._config, self._family, settings, self.padding)
+        for layer in self._to_move:
+            hosted: DenseLayer = fresh[layer.layer_idx]
+            hosted.take_over(layer)
+            self.layers[layer.layer_idx] = hosted
+            self._connect()
+        streamed = replace(self._sizes, dtype=call.dtype).streamed(call.batch, capacity, buffers)
+        logger.warning(
+            "HiSparseCache: too little device memory for the dense layers (%s) beside the smallest hot buffers and room for %d "
+            "tokens: they are on the host from now on. At so many tokens a step reads %s of them over the link, about %.1f ms at "
+            "50 GB/s",
+            ", ".join(map(str, self._family.dense)),
+            capacity,
+            format_bytes(streamed),
+            1000 * streamed / 50e9,
+        )
 
     @property
     def _own_layers(self) -> list[HostedLayer | ResidentLayer]:
@@ -392,17 +457,10 @@ class HiSparseCache(Cache):
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
         self.check_whole()
         total = self.get_seq_length() + tokens
-        self._note_positions(total)
         if total <= self.capacity:
+            self._note_positions(total)
             return
-        growth = self._limits.growth(
-            total,
-            lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers),
-            self.memory(),
-            self._call_of(self._batch, tokens),
-            f"{total} tokens of {self._batch} row{'s' if self._batch > 1 else ''}",
-        )
-        self._grow(growth)
+        self.make_room_for(*self._blank(tokens))
         for layer in self.layers:
             layer.grow(total)
 
@@ -457,12 +515,12 @@ class HiSparseCache(Cache):
         self.check_whole()
         records = checked_buffer(device_buffer_tokens, self._family) // self._family.page_size
         self._settings = replace(self._settings, device_buffer_records=records)
-        self._limits = replace(self._limits, buffer_records=records)
+        self._limits = replace(self._limits, buffers=self._limits.buffers._replace(records=records))
         if not self.get_seq_length():  # what an earlier request left on the device would have to be moved
             for layer in self._own_layers:
                 layer.release()
             self.graphs.forget()
-        for hosted in self.hosted_layers:
+        for hosted in self.sparse_layers:
             hosted.resize_buffer(records)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -542,13 +600,23 @@ class HiSparseCache(Cache):
         self._rows_changed(rows)
 
     def _make_way(self, batch: int) -> None:
-        """Shrink hot buffers, before anything else changes, such that there is device memory for `batch` rows."""
+        """Keep less on the device, before anything else changes, such that there is memory for `batch` rows."""
         if batch <= self._batch:
             return
+        call, held = self._call_of(batch, 1), self.memory()
         purpose = f"{self.capacity} tokens of {batch} rows"
-        records = self._limits.records(self.memory(), self._call_of(batch, 1), self.capacity, purpose)
-        for layer in self.hosted_layers:
-            layer.resize_buffer(min(records, layer.buffer_records))
+        buffers = self._limits.fitting(held, call, self.capacity, purpose, self._dense_on_host)
+        if buffers.dense is not None:
+            one = self.hosted_layers[0].host_bytes_of(self.capacity, batch, *self._blank(1))
+            self._limits.host.check(one * len(self._to_move), held, purpose)
+        fewer = min(buffers.records, self.sparse_layers[0].buffer_records)
+        self._keep(buffers._replace(records=fewer), call, self.capacity)
+
+    def _blank(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of so many tokens like those of the first hosted layer, without memory or content."""
+        batch, heads, key_width, value_width, dtype, device = self._states[self.hosted_layers[0].layer_idx]
+        one = torch.empty((1, 1, 1, 1), dtype=dtype, device=device)
+        return one.expand(batch, heads, tokens, key_width), one.expand(batch, heads, tokens, value_width)
 
     def _call_of(self, batch: int, rows: int) -> Call:
         """A call like those before."""
@@ -721,14 +789,18 @@ class HiSparseCache(Cache):
         if self._layers is None:
             return "HiSparseCache(closed)"
         settings, memory = self._settings, self.memory()
-        records, size = self.hosted_layers[0].buffer_records, self._family.page_size
+        records, size = self.sparse_layers[0].buffer_records, self._family.page_size
+        hosted = f"{len(self.hosted_layers)} hosted"
+        if dense := [layer for layer in self.hosted_layers if layer.dense]:
+            kept = f"each with {dense[0].buffer_records} records per lane on the GPU"
+            hosted += f" ({len(dense)} of them dense, {kept})"
         limit = self._limits.device
         given = f"device_memory={limit.size or 'auto'}" if limit else f"device_buffer_tokens={records * size}"
         return (
             f"HiSparseCache({self._family!r}, {given}, "
             f"decode_rows={settings.decode_rows}, host_memory={self._limits.host.size}, verify={settings.verify}, "
             f"graphs={self.graphs.enabled})\n"
-            f"  {self.get_seq_length()} tokens, {len(self.hosted_layers)} hosted and "
+            f"  {self.get_seq_length()} tokens, {hosted} and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"
             f"  device: {format_bytes(memory.buffer_bytes)} hot buffers ({records} records of {size} tokens per lane), "
             f"{format_bytes(memory.selector_bytes)} selector state, {format_bytes(memory.table_bytes)} tables, "

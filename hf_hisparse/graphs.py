@@ -142,7 +142,8 @@ class DecodeGraphs:
         if mask is None and cache.padding.hides(length, length + 1):  # the layers refuse that
             return forward(**kwargs)
         shape = (tokens.shape[0], mask is not None)
-        warm = (id(model), *shape)
+        hosted = len(cache.hosted_layers)
+        warm = (id(model), hosted, *shape)
         if warm not in self._warm:  # an eager step compiles the kernels and sets up the libraries
             self._warm.add(warm)
             obstacle = _obstacle(model, cache)
@@ -152,6 +153,10 @@ class DecodeGraphs:
 
         cache.check_batch(tokens.shape[0])
         cache.make_room(1)
+        if (
+            len(cache.hosted_layers) > hosted
+        ):  # dense layers have moved to the host: other kernels are to be compiled
+            return self.step(model, forward, kwargs)
         for layer in cache.hosted_layers:
             layer.pool.wait()  # a captured step may not wait for an event from outside
         if mask is not None:

@@ -42,9 +42,9 @@ class HistoryStream:
         """What is under way is of a call that did not finish."""
         self._coming = None
 
-    def begin(self) -> None:
-        """A long call begins: bring the first layer's records."""
-        first = self._layers[0]()
+    def begin(self, rows: int) -> None:
+        """A call of so many new tokens per row begins: bring the first records that it streams."""
+        first = next((layer for layer in self._living() if layer.streams(rows)), None)
         if first is not None and first.get_seq_length():
             self._bring(first, first.layout.count(first.get_seq_length()))
 
@@ -67,10 +67,15 @@ class HistoryStream:
         if following is not None and following.get_seq_length() == layer.new_tokens().start:
             self._bring(following, count)
 
+    def _living(self) -> list[HostedLayer]:
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
     def _after(self, layer: HostedLayer) -> HostedLayer | None:
-        layers = [reference() for reference in self._layers]
+        """The next layer that streams in the call under way."""
+        layers = self._living()
         at = next((i for i, other in enumerate(layers) if other is layer), len(layers))
-        return layers[at + 1] if at + 1 < len(layers) else None
+        rows = layer.new_tokens().keys.shape[2]
+        return next((other for other in layers[at + 1 :] if other.streams(rows)), None)
 
     def _bring(self, layer: HostedLayer, count: int) -> None:
         """Start to copy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,9 @@ class LayerSettings:
         Compare each slot that is read with the host.
     reserve_bytes : int
         Address space of a layer's host pool.
+    dense_records : int or None
+        Of each dense layer that is hosted, so many first records per lane stay on the device, to begin with; None leaves
+        them all there.
     """
 
     top_k: int
@@ -61,6 +64,7 @@ class LayerSettings:
     decode_rows: int
     verify: bool
     reserve_bytes: int
+    dense_records: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     supports_early_init = False
     _layer_type = None
     obstacle: str | None = None  # why a decode step cannot be captured in a CUDA graph
+    dense = False  # whether it reads everything
     model_selects = False  # whether the selection comes from the model
     insists_on_mask = (
         False  # whether the model makes a mask for its selection in every call, and for nothing else
@@ -166,6 +171,10 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     @abstractmethod
     def new_state(self, shape: LayerShape) -> Any:
         """The empty selector state of this layer."""
+
+    def streams(self, rows: int) -> bool:
+        """Whether a call of so many new tokens per row brings the whole history at once."""
+        return rows > self.settings.decode_rows
 
     @abstractmethod
     def attend(
@@ -266,16 +275,17 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def host_bytes_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Host bytes that holding `tokens` tokens of this shape takes, beyond what is held already."""
-        layout = self.layout_for(key_states, value_states)
-        batch, heads = key_states.shape[:2]
-        rows = self.pool.host_batch if self._length else batch
+        rows = self.pool.host_batch if self._length else key_states.shape[0]
         held = self._area.size if self._area is not None else 0
-        lanes = rows * heads // layout.heads
-        return max(0, whole_pages(layout.count(tokens) * lanes * layout.nbytes) - held)
+        return max(0, self.host_bytes_of(tokens, rows, key_states, value_states) - held)
 
-    def host_bytes_to_grow(self, tokens: int) -> int:
-        """The same for tokens like those held."""
-        return max(0, whole_pages(self.layout.count(tokens) * self.pool.record_nbytes) - self.pool.area.size)
+    def host_bytes_of(
+        self, tokens: int, rows: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> int:
+        """Host bytes of a layer with room for `tokens` tokens of this shape in each of `rows` rows."""
+        layout = self.layout_for(key_states, value_states)
+        lanes = rows * key_states.shape[1] // layout.heads
+        return whole_pages(layout.count(tokens) * lanes * layout.nbytes)
 
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
@@ -436,11 +446,11 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.steps += 1
 
     @property
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, ...]:
         """Tokens and decode steps, all that a decode step changes in Python."""
         return self._length, self.steps
 
-    def restore(self, counts: tuple[int, int]) -> None:
+    def restore(self, counts: tuple[int, ...]) -> None:
         """Back to `counts`: a capture failed before anything ran."""
         self._length, self.steps = counts
         self._new = None
@@ -456,7 +466,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         size = self.layout.tokens
         lanes = selection.shape[0]
         heads = lanes // self.pool.batch
-        lane, at = (selection >= 0).nonzero(as_tuple=True)
+        lane, at = ((selection >= 0) & (slots >= 0)).nonzero(as_tuple=True)
         if not lane.numel():
             return
         record, slot = selection[lane, at].long(), slots[lane, at].long()

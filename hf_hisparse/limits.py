@@ -11,7 +11,7 @@ import torch
 from .host_memory import available_host_memory, format_bytes, parse_bytes
 from .models.family import Family
 from .needs import CONTEXT_BYTES, activation_bytes
-from .sizes import Sizes, whole_records, with_room
+from .sizes import Buffers, Sizes, whole_records, with_room
 from .stats import Memory
 
 
@@ -53,17 +53,18 @@ class Call(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How far a cache grows: tokens that there is to be room for, and records of its hot buffers, per lane."""
+    """How far a cache grows: tokens that there is to be room for, and what its layers keep on the device."""
 
     capacity: int
-    records: int
+    buffers: Buffers
 
 
 class DeviceLimit:
     """The device memory that a cache may take, all of it: hot buffers, selector state, tables, and layers that stay there.
 
     Hot buffers get what the rest leaves, as long as there are records to put there: everything stays resident until the limit
-    is reached, and when the rest grows beyond it, the buffers shrink.
+    is reached, and when the rest grows beyond it, the buffers shrink, and at last dense layers go to the host (see
+    `Sizes.largest_buffers`).
 
     Parameters
     ----------
@@ -72,6 +73,8 @@ class DeviceLimit:
     sizes : Sizes
     prefill_memory : int
         What a model that selects by itself may take for that.
+    may_host : bool
+        Whether dense layers may go to the host.
 
     Raises
     ------
@@ -79,13 +82,14 @@ class DeviceLimit:
         If `size` is less than the smallest cache takes.
     """
 
-    def __init__(self, size: int | str, sizes: Sizes, prefill_memory: int) -> None:
+    def __init__(self, size: int | str, sizes: Sizes, prefill_memory: int, may_host: bool = True) -> None:
+        self.may_host = may_host
         self.size = None if size == "auto" else parse_bytes(size, "device_memory")
         self.sizes = sizes
         family = sizes.family
         selects = any(family.kv_shape(index, hosted=True).index_width for index in family.hosted)
         self.prefill_memory = prefill_memory if selects else 0
-        least = sizes.smallest(1, whole_records(family, 1)).device_bytes
+        least = sizes.smallest(1, whole_records(family, 1), may_host).device_bytes
         if self.size is not None and self.size < least:
             raise ValueError(
                 f"device_memory={size!r} is too little: one row of {whole_records(family, 1)} tokens takes "
@@ -107,14 +111,14 @@ class DeviceLimit:
             held.device_bytes + free + unused - (activations - CONTEXT_BYTES)
         )  # the context is there already
 
-    def records(self, held: Memory, call: Call, capacity: int) -> int:
-        """Records per lane of the hot buffers of a cache with room for `capacity` tokens, 0 if there is too little memory."""
+    def buffers(self, held: Memory, call: Call, capacity: int, hosted: bool | None) -> Buffers | None:
+        """What a cache with room for `capacity` tokens keeps on the device (see `Sizes.largest_buffers`)."""
         sizes = replace(self.sizes, dtype=call.dtype)
-        return sizes.most_records(call.batch, capacity, self.bytes(held, call, capacity))
+        return sizes.largest_buffers(call.batch, capacity, self.bytes(held, call, capacity), hosted)
 
     def refuse(self, held: Memory, call: Call, capacity: int, purpose: str) -> NoReturn:
         """Say what is missing for `capacity` tokens (MemoryError)."""
-        least = replace(self.sizes, dtype=call.dtype).smallest(call.batch, capacity)
+        least = replace(self.sizes, dtype=call.dtype).smallest(call.batch, capacity, self.may_host)
         name = "is free for the cache" if self.size is None else "is device_memory"
         raise MemoryError(
             f"HiSparseCache: {purpose} need at least {format_bytes(least.device_bytes)} of device memory, "
@@ -133,18 +137,24 @@ class Limits:
     ----------
     host : HostLimit
     device : DeviceLimit or None
-        None for hot buffers of `buffer_records` records, whatever else there is.
+        None to let layers keep `buffers`, whatever else there is.
     family : Family
-    buffer_records : int
+    buffers : Buffers
     """
 
     host: HostLimit
     device: DeviceLimit | None
     family: Family
-    buffer_records: int
+    buffers: Buffers
 
     def growth(
-        self, tokens: int, asked: Callable[[int], int], held: Memory, call: Call, purpose: str
+        self,
+        tokens: int,
+        asked: Callable[[int, bool], int],
+        held: Memory,
+        call: Call,
+        purpose: str,
+        hosted: bool | None,
     ) -> Growth:
         """How far to grow for `tokens` tokens: with room for more while that can be had.
 
@@ -152,11 +162,13 @@ class Limits:
         ----------
         tokens : int
         asked : callable
-            Host bytes that so many tokens take beyond what is held.
+            Host bytes that so many tokens take beyond what is held, dense layers on the host or not.
         held : Memory
         call : Call
         purpose : str
             What an error says they are for.
+        hosted : bool or None
+            Whether dense layers are on the host: True, False, or None to decide.
 
         Raises
         ------
@@ -164,21 +176,23 @@ class Limits:
             If host or device have too little for the tokens themselves.
         """
         room, least = (whole_records(self.family, count) for count in (with_room(tokens), tokens))
-        records = self._records(held, call, room)
-        if records and asked(room) <= self.host.left(held):
-            return Growth(room, records)
-        self.host.check(asked(least), held, purpose)
-        return Growth(least, self.records(held, call, least, purpose))
+        buffers = self._buffers(held, call, room, hosted)
+        if buffers is not None and asked(room, buffers.dense is not None) <= self.host.left(held):
+            return Growth(room, buffers)
+        buffers = self.fitting(held, call, least, purpose, hosted)
+        self.host.check(asked(least, buffers.dense is not None), held, purpose)
+        return Growth(least, buffers)
 
-    def records(self, held: Memory, call: Call, capacity: int, purpose: str) -> int:
-        """Records of hot buffers beside room for `capacity` tokens (MemoryError if the device has too little)."""
-        records = self._records(held, call, capacity)
-        if self.device is not None and not records:
+    def fitting(self, held: Memory, call: Call, capacity: int, purpose: str, hosted: bool | None) -> Buffers:
+        """What layers keep on the device with room for `capacity` tokens (MemoryError if it has too little)."""
+        buffers = self._buffers(held, call, capacity, hosted)
+        if buffers is None:
+            assert self.device is not None
             self.device.refuse(held, call, capacity, purpose)
-        return records
+        return buffers
 
-    def _records(self, held: Memory, call: Call, capacity: int) -> int:
-        return self.buffer_records if self.device is None else self.device.records(held, call, capacity)
+    def _buffers(self, held: Memory, call: Call, capacity: int, hosted: bool | None) -> Buffers | None:
+        return self.buffers if self.device is None else self.device.buffers(held, call, capacity, hosted)
 
     def check_foreseen(
         self, layer_idx: int, widths: tuple[int, int, int], devices: set[torch.device]

@@ -63,6 +63,8 @@ class Plan:
         Share of what a step reads that must be fetched, expected or given.
     bytes_per_step : int
         Expected link traffic of one decode step of all rows.
+    streamed : int
+        What of it is dense layers, which move to the host where `device_memory` is too little for them.
     bandwidth : float or None
         Of the link, bytes per second.
     use : bool
@@ -84,6 +86,7 @@ class Plan:
     resident: bool
     miss_rate: float
     bytes_per_step: int
+    streamed: int
     bandwidth: float | None
     use: bool
     advice: str
@@ -128,4 +131,6 @@ class Plan:
                 f"{self.bytes_per_step / 1e6:.1f} MB over the link per step{time}",
                 f"per token: {self.bytes_per_step / self.batch / 1e6:.1f} MB",
             ]
+            if self.streamed:
+                lines += [f"{self.streamed / 1e6:.1f} MB per step are dense layers, which are on the host"]
         return "\n".join([*lines, self.advice, *(f"Note: {note}" for note in self.notes)])

@@ -19,7 +19,7 @@ from .models.quest import Quest
 from .needs import activation_bytes, empty_model, model_dtype, weight_bytes
 from .plan_report import CachePlan, Plan
 from .selector import Selector
-from .sizes import Sizes, largest, whole_records, with_room
+from .sizes import Buffers, Sizes, largest, whole_records, with_room
 from .stats import Memory, Stats
 
 # Share of what a step reads that misses, by buffer size as a multiple of what a step reads.
@@ -120,24 +120,40 @@ class _Planner:
         return _Needs(held, 3 * max(layers))
 
     def smallest(self, batch: int, context: int) -> _Needs:
-        """A `HiSparseCache` with the smallest hot buffer and no room for growth."""
-        return self.hisparse(batch, context, whole_records(self.family, context), self.family.top_k)
+        """A `HiSparseCache` with the smallest hot buffer and no room for growth; dense layers on the host if they must be."""
+        resident = self.smallest_of(batch, context, may_host=False)
+        if resident.device + self.chunks(batch, context)[-1].activations <= self.left:
+            return resident
+        return self.smallest_of(batch, context, may_host=True)
 
-    def hisparse(self, batch: int, context: int, capacity: int, records: int) -> _Needs:
-        """A `HiSparseCache` with room for `capacity` tokens and hot buffers of `records` per lane."""
-        held = self.sizes.memory(batch, context, capacity, records)
+    def smallest_of(self, batch: int, context: int, may_host: bool) -> _Needs:
+        """The same, if dense layers may be on the host, or may not."""
+        least = self.sizes.smallest(batch, whole_records(self.family, context), may_host)
+        return _Needs(least, least.device_bytes)
+
+    def hisparse(self, batch: int, context: int, capacity: int, buffers: Buffers) -> _Needs:
+        """A `HiSparseCache` with room for `capacity` tokens that keeps so much on the device."""
+        held = self.sizes.memory(batch, context, capacity, buffers)
         return _Needs(held, held.device_bytes)
 
-    def largest_hisparse(self, batch: int, context: int, records: int | None) -> tuple[_Needs, int, _Chunk]:
-        """What to give a `HiSparseCache` (with `records` or the largest buffer that fits): its needs, records, and calls."""
-        chunk = self.choose(self.smallest(batch, context), batch, context, share=_SHARE)
-        for tokens in (with_room(context), context):  # room for growth if that can be had
+    def largest_hisparse(
+        self, batch: int, context: int, records: int | None
+    ) -> tuple[_Needs, Buffers, _Chunk]:
+        """What to give a `HiSparseCache` (with `records` or what fits): its needs, what it keeps, and calls.
+
+        In the order in which a cache tries it: room for growth if that can be had, then dense layers on the device.
+        """
+        for tokens, may_host in itertools.product((with_room(context), context), (False, True)):
             capacity = whole_records(self.family, tokens)
-            found = records or self.sizes.most_records(batch, capacity, self.left - chunk.activations)
-            needs = self.hisparse(batch, context, capacity, found or self.family.top_k)
+            chunk = self.choose(self.smallest_of(batch, context, may_host), batch, context, share=_SHARE)
+            limit = self.left - chunk.activations
+            found = self.sizes.largest_buffers(batch, capacity, limit, hosted=None if may_host else False)
+            found = Buffers(records) if records else found
+            buffers = found or Buffers(self.family.top_k, 0 if self.family.dense else None)
+            needs = self.hisparse(batch, context, capacity, buffers)
             if found and self.fits(needs, chunk.activations):
                 break
-        return needs, found or self.family.top_k, chunk
+        return needs, buffers, chunk
 
     def cache(
         self,
@@ -264,7 +280,8 @@ def plan(
     asked = None
     if device_buffer_tokens is not None:
         asked = checked_buffer(device_buffer_tokens, family) // family.page_size
-    needs, records, chunk = planner.largest_hisparse(batch, context, asked)
+    needs, buffers, chunk = planner.largest_hisparse(batch, context, asked)
+    records, streamed = buffers.records, planner.sizes.streamed(batch, context, buffers)
     caches = [planner.cache("HiSparseCache", needs, chunk, planner.smallest, batch, context)]
     for name, measure in (("offloaded", planner.offloaded), ("DynamicCache", planner.dynamic)):
         other = measure(batch, context)
@@ -274,7 +291,7 @@ def plan(
     curve = misses if misses is not None else DSA_MISSES if selects else QUEST_MISSES
     rate = 0.0 if resident else _miss_rate(curve, records / family.top_k)
     read = needs.memory.buffer_bytes // records * family.top_k
-    use, advice = _advice(planner, caches, batch, context, records)
+    use, advice = _advice(planner, caches, batch, context, buffers)
     return Plan(
         model=f"{config.model_type}, {str(dtype).removeprefix('torch.')}",
         selector=repr(family),
@@ -287,7 +304,8 @@ def plan(
         device_buffer_tokens=records * family.page_size if caches[-1].fits else 0,
         resident=resident,
         miss_rate=rate,
-        bytes_per_step=round(read * rate),
+        bytes_per_step=round(read * rate) + streamed,
+        streamed=streamed,
         bandwidth=bandwidth,
         use=use,
         advice=advice,
@@ -340,7 +358,7 @@ def _miss_rate(misses: float | Mapping[float, float] | Stats, multiple: float) -
 
 
 def _advice(
-    planner: _Planner, caches: list[CachePlan], batch: int, context: int, records: int
+    planner: _Planner, caches: list[CachePlan], batch: int, context: int, buffers: Buffers
 ) -> tuple[bool, str]:
     """Whether to use HiSparse, and why."""
     dynamic, _, hisparse = caches
@@ -358,9 +376,10 @@ def _advice(
     if hisparse.fits:
         family, chunk = planner.family, hisparse.prefill_chunk
         selector = "" if planner.selects else f"{family!r}, "
-        roomy = planner.hisparse(batch, context, whole_records(family, with_room(context)), records)
-        buffer = f"device_buffer_tokens={records * family.page_size}"
-        if not planner.fits(roomy, hisparse.activations):  # a limit keeps the cache from making room for more
+        roomy = planner.hisparse(batch, context, whole_records(family, with_room(context)), buffers)
+        buffer = f"device_buffer_tokens={buffers.records * family.page_size}"
+        # A limit keeps the cache from making room for more, and moves dense layers to the host.
+        if buffers.dense is not None or not planner.fits(roomy, hisparse.activations):
             buffer = f"device_memory={hisparse.device.device_bytes}"
         call = f"HiSparseCache(model, {selector}{buffer})"
         chunked = "" if chunk >= context else f", prefill_chunk_size={chunk}"

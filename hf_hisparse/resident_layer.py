@@ -14,7 +14,7 @@ from hisparse_kernels.gqa_decode import gqa_decode
 from .gradients import without_gradient
 from .hosted_layer import LAYER_ATTRIBUTE, UNSUPPORTED_ARGUMENTS
 from .padding import Padding
-from .records import moved
+from .records import RecordLayout, moved
 from .rows import RearrangedRows, lanes_of
 from .versions import new_version
 
@@ -201,12 +201,20 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
     def load(
         self, key_states: torch.Tensor, value_states: torch.Tensor, tensors: dict[str, torch.Tensor]
     ) -> None:
-        """Take what `saved` gave, of tokens of these shapes."""
+        """Take what `saved` gave, of this layer or of a dense one on the host, of tokens of these shapes."""
         self.lazy_initialization(key_states, value_states)
         self._length = key_states.shape[2]
         self.grow(self._length)
-        self.rows[:, : self._length] = tensors["rows"].to(self.device)
+        rows = tensors["rows"] if "rows" in tensors else self._rows_of(tensors["records"])
+        self.rows[:, : self._length] = rows[:, : self._length].to(self.device)
         self.position.fill_(self._length)
+
+    def _rows_of(self, records: torch.Tensor) -> torch.Tensor:
+        """``[n, lanes, elements]`` -> ``[lanes, n * tokens of a record, width]``."""
+        width = self.rows.shape[2]
+        tokens = records.shape[2] // width
+        layout = RecordLayout(tokens, self.key_width, width - self.key_width, records.dtype)
+        return torch.cat(layout.unpack(records.transpose(0, 1), self.batch), dim=3).flatten(0, 1)
 
     def release(self) -> None:
         """Give back the device memory that a reset left behind."""

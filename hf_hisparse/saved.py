@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from .enable import decoders_of
 from .host_memory import format_bytes
 from .hosted_layer import HostedLayer
+from .models.dense import DenseLayer
 from .models.quest import Quest
 from .resident_layer import ResidentLayer
 from .selector import Selector
@@ -218,7 +219,7 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
     """Fill an empty cache (ValueError if a file is damaged)."""
     kinds = [type(layer).__name__ for layer in cache.layers]
     saved = [layer["kind"] for layer in content["layers"]]
-    if kinds != saved:
+    if list(map(_loaded_alike, kinds)) != list(map(_loaded_alike, saved)):
         raise ValueError(f"{path} was saved with layers {saved}, this cache has {kinds}")
     if content["layout"] != cache.layout:
         raise ValueError(
@@ -250,6 +251,11 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
         for index, (layer, (keys, _)) in enumerate(zip(content["layers"], shapes, strict=True))
         if layer["states"]
     }
+
+
+def _loaded_alike(kind: str) -> str:
+    """One name for dense layers on the host and on the device: what either has saved the other loads."""
+    return ResidentLayer.__name__ if kind == DenseLayer.__name__ else kind
 
 
 def _blank(states: list[Any] | None, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

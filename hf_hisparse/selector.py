@@ -105,7 +105,7 @@ class Selector(Protocol):
     top_k : int
         Records that one query reads, per lane.
     dense_layers : int
-        So many first layers are not sparse; they stay native.
+        So many first layers are not sparse; they stay on the GPU, unless the cache is to host them.
     """
 
     @property

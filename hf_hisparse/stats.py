@@ -20,6 +20,8 @@ class LayerStats:
         Records among them that were fetched from the host.
     record_bytes : int
         Bytes of one record.
+    dense : bool
+        Whether the layer reads everything, nothing being selected.
     """
 
     layer_idx: int
@@ -27,6 +29,7 @@ class LayerStats:
     selected: int = 0
     misses: int = 0
     record_bytes: int = 0
+    dense: bool = False
 
     @property
     def hits(self) -> int:
@@ -46,9 +49,17 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of a cache: per layer in `layers`, and in all; `print` shows a table."""
+    """Counters of a cache: per hosted layer in `layers`, and in all; `print` shows a table.
+
+    Of layers that read everything (`LayerStats.dense`) the bytes are counted with the others', the records are not: no
+    selection and no buffer's size would change them.
+    """
 
     layers: tuple[LayerStats, ...]
+
+    @property
+    def _selecting(self) -> list[LayerStats]:
+        return [layer for layer in self.layers if not layer.dense]
 
     @property
     def steps(self) -> int:
@@ -58,12 +69,12 @@ class Stats:
     @property
     def selected(self) -> int:
         """Records that were read."""
-        return sum(layer.selected for layer in self.layers)
+        return sum(layer.selected for layer in self._selecting)
 
     @property
     def misses(self) -> int:
         """Records that were fetched from the host."""
-        return sum(layer.misses for layer in self.layers)
+        return sum(layer.misses for layer in self._selecting)
 
     @property
     def hits(self) -> int:
@@ -84,13 +95,17 @@ class Stats:
         if not self.selected:
             return "nothing decoded yet (a call of more than decode_rows new tokens per row is prefill)"
         head = f"{'layer':>6} {'steps':>7} {'selected':>12} {'hits':>12} {'misses':>12} {'hit rate':>9} {'MB fetched':>11}"
-        rows: list[tuple[str, LayerStats | Stats]] = [(str(layer.layer_idx), layer) for layer in self.layers]
+        rows: list[tuple[str, LayerStats | Stats]] = [
+            (f"{layer.layer_idx}{'*' * layer.dense}", layer) for layer in self.layers
+        ]
         lines = [head]
         for name, row in [*rows, ("all", self)]:
             lines.append(
                 f"{name:>6} {row.steps:>7} {row.selected:>12} {row.hits:>12} {row.misses:>12} "
                 f"{row.hit_rate:>9.2%} {row.bytes_fetched / 1e6:>11.2f}"
             )
+        if len(self._selecting) < len(self.layers):
+            lines.append("* dense: reads everything; of these layers only the MB count in the last line")
         return "\n".join(lines)
 
 
@@ -107,7 +122,7 @@ class Memory:
     table_bytes : int
         Page tables, orders and counters on the GPU.
     native_bytes : int
-        KV of the native layers on the GPU, room for growth included.
+        KV of the native layers on the GPU, room for growth included; of dense layers on the host, what stays on the GPU.
     host_bytes : int
         Records in use on the host.
     host_reserved_bytes : int

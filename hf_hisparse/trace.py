@@ -100,7 +100,7 @@ class TraceRecorder:
         self.header = header
         self._cache: HiSparseCache | None = cache
         self._said_eager = False
-        for layer in cache.hosted_layers:
+        for layer in cache.sparse_layers:
             layer.trace = LayerTrace()
 
     def say_eager(self) -> None:
@@ -125,7 +125,7 @@ class TraceRecorder:
             self._detach()
             raise RuntimeError(f"no trace is written to {self.path}: {error}") from error
         try:
-            content = self._content(self._cache.hosted_layers)
+            content = self._content(self._cache.sparse_layers)
         finally:
             self._detach()
         with self.path.open("wb") as file:
@@ -133,7 +133,7 @@ class TraceRecorder:
 
     def _detach(self) -> None:
         assert self._cache is not None
-        for layer in self._cache.hosted_layers:
+        for layer in self._cache.sparse_layers:
             layer.trace = None
         self._cache.trace = None
         self._cache = None  # its host memory is to go with it, not with this

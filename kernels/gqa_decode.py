@@ -119,7 +119,8 @@ def _gqa_split_kernel(
             host_lane = host_row * heads + lane % heads
             slot_at = base
             base = tl.where(absent, pool + (record * host_lanes + host_lane) * RECORD_WIDTH, base)
-            read |= absent
+            kept = absent & (slot >= 0)
+            read |= kept
         key_at = (within * KEY_WIDTH)[:, None] + key_column[None, :]
         value_at = (TOKENS * KEY_WIDTH + within * VALUE_WIDTH)[:, None] + value_column[None, :]
         key_mask = (key_column < KEY_WIDTH)[None, :]
@@ -127,8 +128,8 @@ def _gqa_split_kernel(
         key = tl.load(base[:, None] + key_at, mask=read[:, None] & key_mask, other=0.0)
         value = tl.load(base[:, None] + value_at, mask=read[:, None] & value_mask, other=0.0)
         if pool is not None:  # the whole record, for queries that may read more of it
-            tl.store(slot_at[:, None] + key_at, key, mask=absent[:, None] & key_mask)
-            tl.store(slot_at[:, None] + value_at, value, mask=absent[:, None] & value_mask)
+            tl.store(slot_at[:, None] + key_at, key, mask=kept[:, None] & key_mask)
+            tl.store(slot_at[:, None] + value_at, value, mask=kept[:, None] & value_mask)
             value = tl.where(readable[:, None], value, 0.0)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(readable[None, :], scores, float("-inf"))

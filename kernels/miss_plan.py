@@ -19,7 +19,7 @@ class MissPlan(NamedTuple):
     count : int32 ``[lanes]``
         How many there are, ``0 <= count <= k``.
     missing : bool ``[lanes, k]``
-        Which entries of the selection ask for one of them.
+        Which entries of the selection ask for one of them, or for a record that has no slot and is to get none.
     """
 
     records: torch.Tensor

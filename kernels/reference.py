@@ -136,30 +136,34 @@ def write_row(
     pool: torch.Tensor,
     host_rows: torch.Tensor,
     buffer: torch.Tensor,
+    tokens_per_record: int = 1,
 ) -> None:
-    """Store one new record of one token per lane, in the host pool and in a slot that is already chosen.
+    """Store one new token per lane, in the host pool and in a slot that is already chosen.
 
-    What `append` does in a layer that has the same records in the same slots as another one, whose tables it shares.
+    What `append` does in a layer that has the same records in the same slots as another one, whose tables it shares; and in
+    one whose slots always hold the same records.
 
     Parameters
     ----------
     keys : ``[lanes, key_width]``
     values : ``[lanes, value_width]``, ``value_width`` may be 0
     position : int64 ``[1]``
-        The record.
+        Where the token goes; its record is ``position // tokens_per_record``.
     slots : int32 ``[lanes]``
-        Where it goes in the buffer; -1 for the host alone.
+        Where the record is in the buffer; -1 for the host alone.
     pool, host_rows, buffer
         See the module; all are updated in place.
     """
-    lanes = keys.shape[0]
+    lanes, key_width = keys.shape
     batch = host_rows.shape[0]
-    record = int(position)
-    row = torch.cat([keys, values], dim=1)
+    record, offset = divmod(int(position), tokens_per_record)
     host_rows[:, record] = torch.arange(batch, dtype=host_rows.dtype, device=host_rows.device)
-    pool[record, :lanes] = row.to(pool.device)
     lane = (slots >= 0).nonzero()[:, 0]
-    buffer[lane, slots[lane].long()] = row[lane]
+    value_at = tokens_per_record * key_width + offset * values.shape[1]
+    for row, at in ((keys, offset * key_width), (values, value_at)):
+        columns = slice(at, at + row.shape[1])
+        pool[record, :lanes, columns] = row.to(pool.device)
+        buffer[lane, slots[lane].long(), columns] = row[lane]
 
 
 def resolve(
@@ -315,7 +319,7 @@ def gqa_decode(
     selection : int ``[lanes, k]``
         Selected records without duplicates, -1 for none.
     slots : int32 ``[lanes, k]``
-        Where `resolve` put them.
+        Where `resolve` put them; -1 for none.
     position : int64 ``[n]``
         Of lane ``l``: element ``l // (lanes // n)``.
     allowed : bool ``[batch, tokens]`` or None
@@ -324,7 +328,8 @@ def gqa_decode(
         Usually ``key_width ** -0.5``.
     source : HostSource, optional
         Where the records are that `resolve` found missing, if no `fetch` has brought them: they are read from the host,
-        and stored to their slots on the way. What is missing changes no bit of the result.
+        and stored to their slots on the way; those without a slot are kept nowhere. What is missing changes no bit of the
+        result.
 
     Returns
     -------
@@ -334,8 +339,7 @@ def gqa_decode(
         fetch(*source, buffer)
     lanes, k = selection.shape
     value_width = buffer.shape[2] // tokens_per_record - key_width
-    owner = torch.arange(lanes, device=buffer.device)[:, None] // (lanes // buffer.shape[0])
-    data = buffer[owner, slots.clamp(min=0).long()].float()  # [lanes, k, E]
+    data = _selected(buffer, selection, slots, source).float()  # [lanes, k, E]
     keys, values = data.split([tokens_per_record * key_width, tokens_per_record * value_width], dim=2)
     keys = keys.reshape(lanes, k * tokens_per_record, key_width)
     values = values.reshape(lanes, k * tokens_per_record, value_width)
@@ -356,6 +360,26 @@ def gqa_decode(
     # Where no token may be read the softmax is NaN: zero it there alone, a NaN of the model must stay visible.
     weights = torch.softmax(scores, dim=-1).masked_fill(~readable[:, None, :], 0.0)
     return (weights @ values).to(query.dtype)
+
+
+def _selected(
+    buffer: torch.Tensor, selection: torch.Tensor, slots: torch.Tensor, source: HostSource | None
+) -> torch.Tensor:
+    """Records from their slots, and from the host those that are missing and have none: ``[lanes, k, E]``."""
+    lanes, k = selection.shape
+    data = buffer.new_zeros((lanes, k, buffer.shape[2]))
+    lane, at = (slots >= 0).nonzero(as_tuple=True)
+    data[lane, at] = buffer[lane // (lanes // buffer.shape[0]), slots[lane, at].long()]
+    if source is None:
+        return data
+    lane, at = (source.plan.missing & (slots < 0)).nonzero(as_tuple=True)
+    heads = lanes // source.host_rows.shape[0]
+    record = selection[lane, at].long()
+    host_lane = source.host_rows[lane // heads, record].long() * heads + lane % heads
+    data[lane, at] = source.pool[record.to(source.pool.device), host_lane.to(source.pool.device)].to(
+        data.device
+    )
+    return data
 
 
 def quest_update(

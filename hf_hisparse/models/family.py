@@ -10,10 +10,11 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ..hosted_layer import LayerSettings
+from ..hosted_layer import HostedLayer, LayerSettings
 from ..padding import Padding
 from ..resident_layer import ResidentLayer
 from ..selector import Selector
+from .dense import DenseLayer
 from .gqa import GqaLayer
 from .kv_shape import KvShape, gqa_shape
 from .mla import MLA_MODES, LatentFamily
@@ -33,12 +34,15 @@ class Family(Protocol):
         How a message names the tokens that one query reads.
     hosted : list of int
         The layers to host.
+    dense : list of int
+        Layers that may be hosted as well, although they read everything.
     """
 
     page_size: int
     top_k: int
     budget: str
     hosted: list[int]
+    dense: list[int]
 
     def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
         """The layers of an empty cache; those not hosted are transformers' own."""
@@ -54,13 +58,18 @@ class SelectorFamily:
     """Decoders with grouped-query attention, for which a `Selector` chooses."""
 
     def __init__(
-        self, decoder: PreTrainedConfig, layers: list[Any], hosted: list[int], selector: Selector
+        self,
+        decoder: PreTrainedConfig,
+        layers: list[Any],
+        hosted: list[int],
+        dense: list[int],
+        selector: Selector,
     ) -> None:
         self._decoder = decoder
         self.selector = selector
         self.page_size, self.top_k = selector.page_size, selector.top_k
         self.budget = f"the selector's budget of {self.page_size * self.top_k} tokens ({self.top_k} pages)"
-        self.hosted = hosted
+        self.hosted, self.dense = hosted, dense
         self._layers = layers
 
     def layers(self, settings: LayerSettings, padding: Padding) -> list[Any]:
@@ -68,6 +77,8 @@ class SelectorFamily:
         layers = list(self._layers)
         for index in self.hosted:
             layers[index] = GqaLayer(index, settings, padding, self.selector)
+        for index in self.dense if settings.dense_records is not None else ():
+            layers[index] = DenseLayer(index, settings, padding, self.selector)
         return layers
 
     def connect(self, layers: list[Any]) -> None:
@@ -111,9 +122,10 @@ def new_layers(
     """The layers of an empty cache, none of which another cache has."""
     native = native_layers(config)
     layers = family.layers(settings, padding)
-    for index in set(range(len(layers))) - set(family.hosted):
-        dense = type(native[index]) is DynamicLayer
-        layers[index] = ResidentLayer(index, padding) if dense else native[index]
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, HostedLayer):
+            dense = type(native[index]) is DynamicLayer
+            layers[index] = ResidentLayer(index, padding) if dense else native[index]
     return layers
 
 
@@ -245,13 +257,13 @@ def _selector_family(
             "support: use DynamicCache"
         )
     # Exactly DynamicLayer: its subclasses keep a window or a state of their own and stay native.
-    hosted = [
-        i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i >= selector.dense_layers
-    ]
+    full = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    hosted = [i for i in full if i >= selector.dense_layers]
     if not hosted:
         kinds = sorted({type(layer).__name__ for layer in layers})
         raise ValueError(
             f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({', '.join(kinds)}), none of which is full "
             f"attention beyond the first dense_layers={selector.dense_layers}: lower dense_layers, or use DynamicCache"
         )
-    return SelectorFamily(decoder, layers, hosted, selector)
+    dense = [i for i in full if i < selector.dense_layers]
+    return SelectorFamily(decoder, layers, hosted, dense, selector)

@@ -45,7 +45,7 @@ class GqaLayer(HostedLayer):
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of the new tokens: dense over the whole history in a prefill, sparse in a decode call."""
-        if query.shape[2] > self.settings.decode_rows:
+        if self.streams(query.shape[2]):
             return self._prefill(module, query, mask, base, kwargs)
         scaling = kwargs.get("scaling")
         with torch.no_grad():

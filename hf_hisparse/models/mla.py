@@ -338,7 +338,7 @@ class LatentLayer(HostedLayer):
         self.prefetched = None
         super().reset()
 
-    def restore(self, counts: tuple[int, int]) -> None:
+    def restore(self, counts: tuple[int, ...]) -> None:
         """Back to `counts`; an event of the failed capture must not be waited for."""
         self.prefetched = None
         super().restore(counts)
@@ -397,6 +397,7 @@ class LatentFamily:
         self.top_k = decoder.index_topk
         self.budget = f"the model's index_topk={self.top_k}"
         self.hosted = indexed
+        self.dense: list[int] = []
         self._settings = settings  # of `LatentSettings`
         self._shared = {
             i for i, kind in enumerate(getattr(decoder, "indexer_types", None) or ()) if kind == "shared"

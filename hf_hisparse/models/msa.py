@@ -354,6 +354,7 @@ class BlockFamily:
         if layout == "union":
             self.budget += f" in each of {groups} KV heads, {self.top_k * self.page_size} tokens in all"
         self.hosted = indexed
+        self.dense: list[int] = []
         self._prefill_memory = prefill_memory
         self._layers = layers
 

@@ -27,6 +27,7 @@ class Settings:
     decode_rows: int = 32
     buffer: int | None = field(default=None, compare=False)  # does not change an answer
     verify: bool = field(default=False, compare=False)
+    host_dense_layers: bool | None = field(default=None, compare=False)
 
     def cache(self, model: torch.nn.Module) -> HiSparseCache:
         return HiSparseCache(
@@ -35,6 +36,7 @@ class Settings:
             device_buffer_tokens=self.buffer,
             decode_rows=self.decode_rows,
             verify=self.verify,
+            host_dense_layers=self.host_dense_layers,
         )
 
 

@@ -19,8 +19,18 @@ from tests.models import prompt
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 LENGTH, NEW = 300, 24
+DENSE_ON_HOST = "dense layers on the host"
+
+
+def _dense_on_host() -> PreTrainedModel:
+    model = models.build("qwen3")
+    model.name_or_path = DENSE_ON_HOST
+    return model
+
+
 MODELS = {
     "qwen3": lambda: models.build("qwen3"),
+    "dense_on_host": _dense_on_host,
     "v32": lambda: dsa_models.build("v32_dense"),
     "glm_FSSF": lambda: dsa_models.build("glm_FSSF_dense"),
     "m3": lambda: msa_models.build("no_experts"),
@@ -30,7 +40,8 @@ MODELS = {
 def new_cache(model: PreTrainedModel, graphs: bool = True) -> HiSparseCache:
     brings_its_own = hasattr(model.config, "index_topk") or hasattr(model.config, "index_topk_blocks")
     selector = None if brings_its_own else Quest(32, 4, dense_layers=1)
-    return HiSparseCache(model, selector, device_buffer_tokens=40, graphs=graphs)
+    on_host = True if model.name_or_path == DENSE_ON_HOST else None
+    return HiSparseCache(model, selector, device_buffer_tokens=40, host_dense_layers=on_host, graphs=graphs)
 
 
 @pytest.fixture(params=MODELS)
@@ -157,6 +168,42 @@ def test_replayed_steps_answer_as_eager_ones(name, sequence, base):
     assert replayed.stats() == eager.stats()
     assert replayed.graphs.replays > 0, repr(replayed.graphs)
     assert eager.graphs.replays == 0
+
+
+@torch.no_grad()
+def test_a_graph_of_dense_layers_on_the_gpu_is_stale_when_they_have_moved(device):
+    """A step that makes the cache grow moves them; its version says so, and it answers as an eager one."""
+    model = models.build("qwen3").to(device)
+    ids = prompt(2, LENGTH + 1, device=device)
+    small = HiSparseCache(model, Quest(32, 4), device_memory="1800KiB", graphs=False)
+    model(ids[:, :LENGTH], past_key_values=small)
+    assert not small.hosted_layers[0].dense
+    while (length := small.get_seq_length()) < small.capacity:
+        step = prompt(2, min(32, small.capacity - length), length, device=device)
+        model(step, past_key_values=small)
+    other, before = copy.deepcopy(small), small.version
+    expected = model(ids[:, -1:], past_key_values=other).logits
+    small.make_room(1)
+    assert small.hosted_layers[0].dense and other.hosted_layers[0].dense
+    assert all(one != two for one, two in zip(before[1:], small.version[1:], strict=True))
+    with as_captured(small, masked=False):
+        got = model(ids[:, -1:], attention_mask=None, past_key_values=small).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    small.make_room(1)
+    assert small.get_seq_length() == other.get_seq_length()
+
+
+@GPU
+def test_replayed_steps_while_dense_layers_move():
+    model = models.build("qwen3").to("cuda")
+    ids, caches = prompt(2, LENGTH, device="cuda"), []
+    for graphs in (True, False):
+        caches.append(HiSparseCache(model, Quest(32, 4), device_memory="1800KiB", graphs=graphs))
+    texts = [generated(model, cache, ids, max_new_tokens=1300) for cache in caches]
+    assert torch.equal(*texts)
+    assert all(cache.hosted_layers[0].dense for cache in caches)
+    assert caches[0].graphs.captures > 1 and caches[0].graphs.replays > 1000
+    assert caches[0].stats() == caches[1].stats()
 
 
 @GPU

@@ -71,6 +71,29 @@ def test_any_number_of_dense_layers(twins, device, dense_layers):
     assert_parity(twins("qwen3", device), "left_padded", Settings(dense_layers=dense_layers, buffer=32))
 
 
+@pytest.mark.parametrize("buffer", [32, 256])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_dense_layers_on_the_host(twins, device, scenario, buffer):
+    """A small part of them on the GPU, and half."""
+    name = "llama" if scenario == "return_sequences" else "qwen3"  # Qwen3 nearly ties there
+    settings = Settings(buffer=buffer, host_dense_layers=True, verify=buffer == 256)
+    caches = assert_parity(twins(name, device), scenario, settings)
+    for cache in caches:
+        assert [layer.dense for layer in cache.hosted_layers] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("dense_layers", "buffer"), [(1, 32), (3, 1024)])
+def test_any_number_of_dense_layers_on_the_host(twins, device, dense_layers, buffer):
+    settings = Settings(dense_layers=dense_layers, buffer=buffer, host_dense_layers=True)
+    assert_parity(twins("qwen3", device), "left_padded", settings)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma3"])
+def test_dense_layers_on_the_host_in_other_families(twins, device, name):
+    settings = Settings(dense_layers=2, buffer=40, host_dense_layers=True)
+    assert_parity(twins(name, device), "turns", settings)
+
+
 @pytest.mark.parametrize("scenario", ["greedy", "assisted", "sparse_prefill", "cuts"])
 @pytest.mark.parametrize("decode_rows", [1, 8, 128])
 def test_any_bound_between_decode_and_prefill(twins, device, decode_rows, scenario):

@@ -51,6 +51,30 @@ def test_an_empty_cache_takes_nothing(model):
     assert (memory.native_bytes, memory.host_bytes, memory.host_reserved_bytes) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("buffer", [32, 1024])
+def test_memory_and_counts_of_dense_layers_on_the_host(model, buffer):
+    """On the GPU their first records, as native KV; each step reads all records, and misses those behind the first."""
+    lanes, record_bytes, dense = 2 * HEADS, 4 * 2 * WIDTH * 4, 2
+    cache = _generated(model, Quest(32, 4), 2, device_buffer_tokens=buffer, host_dense_layers=True)
+    memory, stats = cache.memory(), cache.stats()
+    assert memory.native_bytes == lanes * dense * (buffer // 4) * record_bytes
+    assert memory.buffer_bytes == lanes * (4 - dense) * (buffer // 4) * record_bytes
+    assert memory.host_bytes == lanes * 4 * math.ceil(410 / 4) * record_bytes
+    read = sum(math.ceil(tokens / 4) for tokens in range(401, 411))
+    missed = sum(max(0, math.ceil(tokens / 4) - buffer // 4) for tokens in range(401, 411))
+    for layer in stats.layers[:dense]:
+        assert layer.dense
+        assert (layer.steps, layer.selected, layer.misses) == (10, lanes * read, lanes * missed)
+    sparse = stats.layers[dense:]
+    assert [stats.selected, stats.misses] == [
+        sum(getattr(layer, name) for layer in sparse) for name in ("selected", "misses")
+    ]
+    assert stats.bytes_fetched == sum(layer.bytes_fetched for layer in stats.layers)
+    assert "0*" in repr(stats) and "* dense" in repr(stats)
+    cache.reset()
+    assert cache.stats().bytes_fetched == 0
+
+
 def test_the_buffer_does_not_grow_with_the_history(model):
     cache = HiSparseCache(model, Quest(32, 4))
     sizes = []

@@ -13,7 +13,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.hot_buffer import HotBuffer
 from hf_hisparse.records import RecordLayout
-from hf_hisparse.sizes import Sizes, whole_records
+from hf_hisparse.sizes import Sizes, whole_records, with_room
 from tests.dsa_models import dsa_twins
 from tests.models import prompt
 from tests.msa_models import MSA_MODELS, msa_twins
@@ -22,11 +22,11 @@ from tests.oracle import quest_oracle
 SELECTOR = Quest(32, 4)
 
 
-def _least(model, selector, batch: int = 1, tokens: int = 1) -> int:
+def _least(model, selector, batch: int = 1, tokens: int = 1, may_host: bool = True) -> int:
     """Bytes of the smallest cache for so many tokens."""
     cache = HiSparseCache(model, selector)
     sizes = Sizes(model.config, cache._family, cache._settings, model.dtype)
-    return sizes.smallest(batch, whole_records(cache._family, tokens)).device_bytes
+    return sizes.smallest(batch, whole_records(cache._family, tokens), may_host).device_bytes
 
 
 def _models(twins, device):
@@ -91,8 +91,8 @@ def test_everything_stays_resident_while_there_is_room(twins, device):
 def test_answers_are_those_of_the_oracle_while_buffers_shrink(twins, device, limit_for):
     native, model = twins("qwen3", device)
     texts = [prompt(2, length, seed=length, device=device) for length in (40, 1000, 32, 32, 1, 900, 32, 1, 1)]
-    limit = _least(model, SELECTOR, 2, sum(text.shape[1] for text in texts)) + limit_for * 100
-    cache = HiSparseCache(model, SELECTOR, device_memory=limit, verify=True)
+    limit = _least(model, SELECTOR, 2, sum(text.shape[1] for text in texts), False) + limit_for * 100
+    cache = HiSparseCache(model, SELECTOR, device_memory=limit, host_dense_layers=False, verify=True)
     buffers = []
     with torch.no_grad():
         with quest_oracle(native, 32, 4):
@@ -103,6 +103,103 @@ def test_answers_are_those_of_the_oracle_while_buffers_shrink(twins, device, lim
             buffers.append(cache.hosted_layers[0].buffer.slot_records.shape[1])
     assert max(buffers) > buffers[-1], "they did not shrink"
     assert cache.stats().misses > 0
+
+
+def _moves(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "on the host from now on" in record.message]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_answers_are_those_of_the_oracle_when_dense_layers_move(twins, device, padded, caplog):
+    """All on the GPU, then hot buffers shrink, then dense layers go to the host, then their share on the GPU shrinks."""
+    native, model = twins("qwen3", device)
+    lengths = (40, 300, 1, 900, 32, 1, 1, 1200, 40, 1, 3, 900, 1, 1)
+    texts = [prompt(2, length, seed=length, device=device) for length in lengths]
+    mask = torch.ones((2, sum(lengths)), dtype=torch.long, device=device)
+    mask[1, : 77 * padded] = 0
+    limit = _least(model, SELECTOR, 2, with_room(40), may_host=False) + 150_000
+    cache = HiSparseCache(model, SELECTOR, device_memory=limit, verify=True)
+    kept, total = [], 0
+    with torch.no_grad(), quest_oracle(native, 32, 4):
+        own = DynamicCache(config=native.config)
+        for text in texts:
+            total += text.shape[1]
+            known = {"attention_mask": mask[:, :total]}
+            expected = native(text, past_key_values=own, **known).logits
+            got = model(text, past_key_values=cache, **known).logits
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+            assert cache.memory().device_bytes <= limit
+            sparse = cache.sparse_layers[0].buffer_records
+            dense = {layer.buffer_records for layer in cache.hosted_layers if layer.dense}
+            kept.append((sparse, *dense))
+    assert len(kept[0]) == 1 and kept[0][0] > SELECTOR.top_k
+    moved = next(i for i, each in enumerate(kept) if len(each) == 2)
+    assert len(_moves(caplog)) == 1 and "(0, 1)" in _moves(caplog)[0]
+    assert {each[0] for each in kept[moved:]} == {SELECTOR.top_k}
+    shares = [each[1] for each in kept[moved:]]
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1] > 0
+    assert all(layer.misses > 0 for layer in cache.stats().layers), "nothing was read from the host"
+
+
+def test_dense_layers_move_for_more_rows(twins, device, caplog):
+    """As beams ask for them; what they answer is what the model with its own cache answers."""
+    native, model = twins("qwen3", device)
+    limit = _least(model, SELECTOR, 6, 1400) + 100_000
+    cache, own = HiSparseCache(model, SELECTOR, device_memory=limit), DynamicCache(config=native.config)
+    rows = torch.tensor([3, 3, 0, 5, 1, 2], device=device)
+    with torch.no_grad(), quest_oracle(native, 32, 4):
+        for run, held in ((native, own), (model, cache)):
+            run(prompt(1, 300, device=device), past_key_values=held)
+            held.batch_repeat_interleave(6)
+        assert len(_moves(caplog)) == 1 and cache.memory().device_bytes <= limit
+        for length in (1, 5, 40, 1):
+            text = prompt(6, length, length, device)
+            logits = [run(text, past_key_values=held).logits for run, held in ((native, own), (model, cache))]
+            torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+            own.reorder_cache(rows)
+            cache.reorder_cache(rows)
+
+
+def test_dense_layers_that_may_not_move(twins, device):
+    model = twins("qwen3", device).enabled
+    least = _least(model, SELECTOR, may_host=False)
+    with pytest.raises(ValueError, match=rf"\({least} bytes\)"):
+        HiSparseCache(model, SELECTOR, device_memory=least - 1, host_dense_layers=False)
+    cache = HiSparseCache(model, SELECTOR, device_memory=2 * least, host_dense_layers=False)
+    with torch.no_grad(), pytest.raises(MemoryError, match="3000 tokens of 1 row need at least"):
+        model(prompt(1, 3000, device=device), past_key_values=cache)
+    HiSparseCache(model, SELECTOR, device_memory=least - 1)
+
+
+def test_too_little_host_memory_for_dense_layers_changes_nothing(twins, device):
+    """What the hosted layers need is there, what the dense ones would need is not."""
+    model = twins("qwen3", device).enabled
+    limit = _least(model, SELECTOR, 1, with_room(100), may_host=False)
+    cache = HiSparseCache(model, SELECTOR, device_memory=limit, host_memory="2MiB")
+    with torch.no_grad():
+        model(prompt(1, 100, device=device), past_key_values=cache)
+        before = cache.memory(), [type(layer) for layer in cache.layers]
+        with pytest.raises(MemoryError, match="more host memory"):
+            model(prompt(1, 3000, device=device), past_key_values=cache)
+        assert before == (cache.memory(), [type(layer) for layer in cache.layers])
+        model(prompt(1, 5, device=device), past_key_values=cache)
+
+
+def test_a_moved_layer_serves_other_requests(twins, device):
+    """They stay on the host, with all of it on the GPU as well where that fits."""
+    native, model = twins("qwen3", device)
+    cache = HiSparseCache(model, SELECTOR, device_memory=_least(model, SELECTOR, 1, 3000) + 50_000)
+    with torch.no_grad(), quest_oracle(native, 32, 4):
+        for batch, length in ((1, 2500), (3, 60), (1, 800)):
+            own = DynamicCache(config=native.config)
+            for tokens in (length, 1, 3):
+                text = prompt(batch, tokens, tokens, device)
+                expected = native(text, past_key_values=own).logits
+                torch.testing.assert_close(
+                    model(text, past_key_values=cache).logits, expected, atol=1e-4, rtol=0
+                )
+            cache.reset()
+    assert sum(layer.dense for layer in cache.hosted_layers) == 2
 
 
 def test_dsa_answers_while_buffers_shrink_and_grow(device):
@@ -232,7 +329,7 @@ def _allocated() -> int:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("limit", ["110MiB", "200MiB", "600MiB"])
+@pytest.mark.parametrize("limit", ["60MiB", "110MiB", "200MiB", "600MiB"])
 def test_the_allocator_agrees(limit):
     """With the limit at all times between calls, and with what was foreseen within 3%."""
     model = _wide_model()
@@ -252,7 +349,8 @@ def test_the_allocator_agrees(limit):
             held = cache.memory().device_bytes
             assert held <= int(limit[:-3]) * 2**20
             assert abs(_allocated() - before - held) <= 0.03 * held
-        buffer = cache.hosted_layers[0].buffer_records * 16
+        assert (limit == "60MiB") <= cache.hosted_layers[0].dense, "on the host"
+        buffer = cache.sparse_layers[0].buffer_records * 16
         del cache
         cache = HiSparseCache(model, Quest(512, 16), device_buffer_tokens=buffer, graphs=False)
         model(text[:, :20_000], past_key_values=cache, logits_to_keep=1)

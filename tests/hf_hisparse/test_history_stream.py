@@ -73,6 +73,49 @@ def test_layers_of_a_cache_and_of_its_copy_share_a_stream_of_their_own(model):
     assert cache._stream is not other._stream
 
 
+@pytest.mark.parametrize(("rows", "streamed"), [(1, []), (3, [0]), (CHUNK, [0, 1, 2, 3])])
+def test_a_short_call_brings_dense_layers_alone(model, monkeypatch, rows, streamed):
+    """On the host they take part in the stream; of sparse layers a decode call reads what it selects."""
+    cache = _cache(model, host_dense_layers=True)
+    ids = prompt(1, 2 * CHUNK + rows, device=str(model.device))
+    _chunks(model, cache, ids[:, : 2 * CHUNK])
+    brought = []
+    original = HistoryStream._bring
+
+    def note(stream, layer, count):
+        if layer.layer_idx not in brought:
+            brought.append(layer.layer_idx)
+        original(stream, layer, count)
+
+    monkeypatch.setattr(HistoryStream, "_bring", note)
+    _chunks(model, cache, ids[:, 2 * CHUNK :])
+    assert brought == streamed
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_dense_layers_on_the_host_see_the_whole_history(model, rows):
+    """With all layers but one dense and a budget over the history, the answer is dense attention's."""
+    cache = HiSparseCache(
+        model,
+        Quest(1024, page_size=4, dense_layers=3),
+        host_dense_layers=True,
+        device_buffer_tokens=1024,
+        decode_rows=8,
+    )
+    ids = prompt(2, 3 * CHUNK + 8 * rows, device=str(model.device))
+    own, at = DynamicCache(config=model.config), 0
+    with torch.no_grad():
+        for count in (CHUNK, CHUNK, *[rows] * 4, CHUNK, *[rows] * 4):
+            text = ids[:, at : at + count]
+            expected = model(text, past_key_values=own).logits
+            got = model(text, past_key_values=cache).logits
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+            at += count
+            for layer in cache.hosted_layers[:3]:
+                layer.resize_buffer(5)  # of more than 10 records
+    assert rows > 1 or all(layer.misses > 0 for layer in cache.stats().layers[:3])
+
+
 @GPU
 def test_each_layer_is_brought_while_the_one_before_it_computes(model):
     model.cuda()

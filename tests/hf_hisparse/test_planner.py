@@ -14,7 +14,9 @@ from transformers import AutoConfig, DynamicCache, Qwen3Config
 
 from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.__main__ import main
+from hf_hisparse.limits import Call
 from hf_hisparse.planner import QUEST_MISSES, _miss_rate
+from hf_hisparse.sizes import Buffers
 from tests.dsa_models import dsa_twins
 from tests.models import SUPPORTED, prompt
 
@@ -102,6 +104,24 @@ def test_the_advised_cache_takes_no_more_than_planned():
     least = _plan(131072, device="14.4GiB")
     assert "device_buffer_tokens=" in roomy.advice and least.use
     assert f"device_memory={least.memory.device_bytes})" in least.advice
+
+
+def test_dense_layers_go_to_the_host_where_the_memory_asks_for_it():
+    """What is planned is what a cache with that limit decides for itself."""
+    planned = _plan(131072, device="14.2GiB", bandwidth=50e9)
+    assert planned.use and planned.device_buffer_tokens == 2048
+    assert f"device_memory={planned.memory.device_bytes})" in planned.advice
+    kept = planned.memory.native_bytes // (2 * 8 * 256 * 2)  # tokens of two layers' 8 heads, keys and values
+    assert 0 < kept < 131072 and kept % 16 == 0
+    assert planned.streamed == (131072 - kept) * 2 * 8 * 256 * 2
+    assert planned.bytes_per_step == round(8 * 34 * 2048 * 512 * QUEST_MISSES[1.0]) + planned.streamed
+    assert f"{planned.streamed / 1e6:.1f} MB per step are dense layers" in str(planned)
+    cache = HiSparseCache(CONFIG, Quest(), device_memory=planned.memory.device_bytes)
+    call = Call(1, 1, torch.bfloat16, torch.device("cpu"))
+    capacity = planned.memory.host_reserved_bytes // (36 * 8 * 512)
+    buffers = cache._limits.fitting(cache.memory(), call, capacity, "all", None)
+    assert buffers == Buffers(128, kept // 16)
+    assert _plan(131072).streamed == 0
 
 
 @pytest.mark.parametrize(

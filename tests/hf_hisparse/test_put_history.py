@@ -81,7 +81,7 @@ def test_the_most_recently_used_stay_longest(twins, device):
     recent = torch.tensor([5, 60, 2, 75], device=device).repeat(2, 1)
     cache.put_history(LayerHistory(rows, rows, recent=recent) for _ in range(4))
     buffer = cache.hosted_layers[0].buffer
-    in_order = buffer.slot_records.gather(1, buffer.order.long())
+    in_order = buffer.slot_records.gather(1, buffer.recency.order().long())
     assert in_order[:, -4:].tolist() == recent.tolist()
     assert in_order[0, :-4].tolist() == list(range(63, 75))  # the newest others
 

@@ -270,8 +270,30 @@ def test_nothing_to_save(model, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ({}, {"host_dense_layers": True, "device_buffer_tokens": 48}),
+        ({"host_dense_layers": True}, {}),
+        ({"host_dense_layers": True}, {"host_dense_layers": True, "device_buffer_tokens": 400}),
+        ({}, {"device_memory": "175KiB"}),
+    ],
+    ids=["to the host", "from the host", "on the host", "as memory asks"],
+)
+def test_dense_layers_are_where_the_new_cache_has_them(model, tmp_path, was, becomes):
+    cache = _prefilled(model, SELECTOR, **was)
+    cache.save(tmp_path / "prefix")
+    loaded = HiSparseCache.load(tmp_path / "prefix", model, verify=True, **becomes)
+    on_host = becomes.get("host_dense_layers", "device_memory" in becomes)
+    assert [layer.dense for layer in loaded.hosted_layers] == [True] * 2 * on_host + [False] * 2
+    assert loaded._states == cache._states
+    torch.testing.assert_close(
+        _continued(model, loaded), _continued(model, copy.deepcopy(cache)), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
-    [({"host_memory": "64KiB"}, "more host memory"), ({"device_memory": "150KiB"}, "of device memory")],
+    [({"host_memory": "64KiB"}, "more host memory"), ({"device_memory": "90KiB"}, "of device memory")],
 )
 def test_too_little_memory_to_load(model, saved, settings, message):
     with pytest.raises(MemoryError, match=f"209 tokens of 2 rows need .*{message}"):

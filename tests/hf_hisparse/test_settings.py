@@ -97,6 +97,25 @@ def test_settings_can_be_read_off():
     assert "0 tokens" in repr(cache)
 
 
+def test_dense_layers_on_the_host_can_be_read_off():
+    cache = HiSparseCache(CONFIG, Quest(64, 8), host_dense_layers=True)
+    assert "4 hosted (2 of them dense, each with 16 records per lane on the GPU) and 0 native layers" in repr(
+        cache
+    )
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0])
+def test_dense_layers_are_on_the_host_or_not(value):
+    with pytest.raises(ValueError, match=f"host_dense_layers={value!r}, must be True, False or None"):
+        HiSparseCache(CONFIG, Quest(), host_dense_layers=value)
+
+
+def test_dense_layers_that_go_to_the_host_must_exist():
+    with pytest.raises(ValueError, match="host_dense_layers=True, but there is no dense layer"):
+        HiSparseCache(CONFIG, Quest(dense_layers=0), host_dense_layers=True)
+    HiSparseCache(CONFIG, Quest(dense_layers=0), host_dense_layers=False)
+
+
 @pytest.mark.parametrize("name", ["verify", "graphs", "prefetch"])
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_switches_are_true_or_false(name, value):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hisparse import HiSparseCache, Quest
-from hf_hisparse.sizes import Sizes, largest, whole_records, with_room
+from hf_hisparse.sizes import Buffers, Sizes, largest, whole_records, with_room
 from tests.dsa_models import DSA_MODELS, dsa_twins
 from tests.models import SUPPORTED, prompt
 from tests.msa_models import MSA_MODELS, msa_twins
@@ -16,7 +16,8 @@ def _foreseen(cache: HiSparseCache, model, batch: int, tokens: int):
     family, settings = cache._family, cache._settings
     sizes = Sizes(model.config, family, settings, model.dtype)
     capacity = whole_records(family, with_room(tokens))
-    return sizes.memory(batch, tokens, capacity, settings.device_buffer_records)
+    buffers = Buffers(settings.device_buffer_records, settings.dense_records)
+    return sizes.memory(batch, tokens, capacity, buffers)
 
 
 def _prefilled(
@@ -39,6 +40,39 @@ def test_quest(twins, device, name, batch, tokens):
     model = twins(name, device).enabled
     cache = _prefilled(model, Quest(64, 8), batch, tokens, device_buffer_tokens=200)
     assert cache.memory() == _foreseen(cache, model, batch, tokens)
+
+
+@pytest.mark.parametrize("buffer", [64, 2000])
+def test_dense_layers_on_the_host(twins, device, buffer):
+    model = twins("qwen3", device).enabled
+    settings = {"host_dense_layers": True, "device_buffer_tokens": buffer}
+    cache = _prefilled(model, Quest(64, 8), 2, 600, **settings)
+    assert cache.memory() == _foreseen(cache, model, 2, 600)
+
+
+def test_dense_layers_go_to_the_host_last(twins, device):
+    """Records of hot buffers and of dense layers, as the memory gets less: each takes what the other has left."""
+    model = twins("qwen3", device).enabled
+    cache = HiSparseCache(model, Quest(64, 8))
+    sizes, capacity = Sizes(model.config, cache._family, cache._settings, model.dtype), 2000
+    every, found = capacity // 8, []
+    for limit in range(350_000, 5_000_000, 150_000):
+        buffers = sizes.largest_buffers(2, capacity, limit)
+        if buffers is None:
+            continue
+        assert sizes.memory(2, capacity, capacity, buffers).device_bytes <= limit
+        found.append(buffers)
+        more = buffers._replace(records=buffers.records + 1)
+        if buffers.dense is not None:
+            more = buffers._replace(dense=buffers.dense + 1)
+            assert buffers.records == 8 and buffers.dense <= every
+        full = every in buffers  # all that there is, of one kind or the other
+        assert full or sizes.memory(2, capacity, capacity, more).device_bytes > limit
+    assert found[0].dense is not None and found[0].dense < 30 and found[-1] == Buffers(every)
+    assert sizes.largest_buffers(2, capacity, 10**9, hosted=True) == Buffers(every, every)
+    least = sizes.smallest(2, capacity, may_host=False).device_bytes
+    assert sizes.largest_buffers(2, capacity, least - 1, hosted=False) is None
+    assert sizes.largest_buffers(2, capacity, sizes.smallest(2, capacity).device_bytes) == Buffers(8, 0)
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 50), (2, 400)])

@@ -39,6 +39,19 @@ def test_selections_are_those_of_the_selector(model, tmp_path):
     assert trace.selected == [layer.selected for layer in stats.layers]
 
 
+def test_dense_layers_on_the_host_select_nothing(model, tmp_path):
+    traces = []
+    for name, on_host in (("host", True), ("device", None)):
+        cache = HiSparseCache(model, Quest(32, 4), host_dense_layers=on_host, graphs=False)
+        with cache.record_trace(tmp_path / f"{name}.npz"):
+            _generate(model, cache, prompt(2, 101, device=str(model.device)))
+        traces.append(load_trace(tmp_path / f"{name}.npz"))
+    host, device = traces
+    assert host.layers == device.layers == [2, 3] and host.misses == device.misses
+    for layer in host.layers:
+        assert np.array_equal(host.selections[layer], device.selections[layer])
+
+
 def test_events_of_a_lane(model, tmp_path):
     """A page gets its slot with its first token; a crop says which pages are left."""
     cache = HiSparseCache(model, Quest(32, 4), decode_rows=4)

@@ -10,6 +10,7 @@ import torch
 from hisparse_kernels import gqa_decode as gqa_module
 from hisparse_kernels import reference
 from hisparse_kernels.gqa_decode import gqa_decode
+from hisparse_kernels.miss_plan import MissPlan
 
 from .layers import GPU, WRONG_SOURCES, assert_same_bits, at, left_on_the_host
 
@@ -184,6 +185,37 @@ def test_what_is_missing_is_read_from_the_host_and_stored(device, sizes):
     assert_same_bits("output", output, gqa_decode(**inputs, source=nothing_missing))
     assert_close(output, case.oracle(), sizes["dtype"])
     assert_same_bits("buffer", got["buffer"].nan_to_num(7.0), complete.nan_to_num(7.0))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("slots", [0, 3, None])
+@pytest.mark.parametrize("sizes", SMALL + BIG)
+def test_what_has_no_slot_is_read_from_the_host_and_kept_nowhere(device, implementation, sizes, slots):
+    """Records above `slots` lie on the host alone; what follows the last token there is NaN and must not be read."""
+    if implementation is reference.gqa_decode and sizes["dtype"] is torch.bfloat16:
+        pytest.skip("the kernels' sizes")
+    case = make(**sizes)
+    lanes, records, _ = case.history.shape
+    slots = records if slots is None else slots
+    every = torch.arange(records, dtype=torch.int32).repeat(lanes, 1)
+    case = case._replace(selection=every)
+    inputs = case.inputs(slots=records, device=device)
+    inputs["slots"] = every.masked_fill(every >= slots, -1).to(device)
+    inputs["buffer"] = case.history[:, :slots].contiguous().to(device)
+    before = inputs["buffer"].clone()
+    source = left_on_the_host(
+        dict(inputs, slots=every, buffer=case.history.to(device)), case.history, sizes.get("heads", 2)
+    )
+    missing = inputs["slots"] < 0
+    nothing = torch.zeros(lanes, dtype=torch.int32, device=device)
+    source = source._replace(plan=MissPlan(inputs["slots"], inputs["slots"], nothing, missing))
+    output = implementation(**inputs, source=source)
+    assert_close(output, case.oracle(), sizes["dtype"])
+    assert_same_bits("buffer", inputs["buffer"].nan_to_num(7.0), before.nan_to_num(7.0))
+    if implementation is gqa_decode:
+        resident = inputs | {"slots": every.to(device), "buffer": case.history.to(device)}
+        source = source._replace(plan=source.plan._replace(missing=torch.zeros_like(missing)))
+        assert_same_bits("output", output, gqa_decode(**resident, source=source))
 
 
 def test_padding_travels_with_its_record(device):

@@ -88,6 +88,36 @@ def test_the_same_as_append_in_the_slots_it_chose(
 
 
 @pytest.mark.parametrize("function", [write_row, reference.write_row], ids=["kernel", "reference"])
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_a_longer_record(device, function, offset, dtype):
+    """Its key among the keys, its value among the values; -1 for the host alone."""
+    record, tokens, widths = 2, 4, (24, 12)
+    layer = Layer.new(
+        batch=2,
+        heads=2,
+        slots=5,
+        capacity=9,
+        record_width=tokens * sum(widths),
+        dtype=dtype,
+        spare_host_rows=1,
+    )
+    generator = torch.Generator().manual_seed(offset)
+    keys, values = (random_bits((4, width), dtype, generator) for width in widths)
+    slots = torch.tensor([0, 4, 2, -1], dtype=torch.int32)
+    want, got = layer.to("cpu"), layer.to(device)
+    want.host_rows[:, record] = torch.arange(len(want.host_rows))
+    for rows, start in ((keys, 0), (values, tokens * widths[0])):
+        columns = slice(start + offset * rows.shape[1], start + (offset + 1) * rows.shape[1])
+        want.pool[record, :4, columns] = rows
+        for lane in range(3):
+            want.buffer[lane, slots[lane], columns] = rows[lane]
+    new = (part.to(device) for part in (keys, values, at(record * tokens + offset), slots))
+    function(*new, got.pool, got.host_rows, got.buffer, tokens)
+    got.assert_same(want)
+
+
+@pytest.mark.parametrize("function", [write_row, reference.write_row], ids=["kernel", "reference"])
 def test_a_row_without_a_slot_goes_to_the_host_alone(device, function):
     layer, (keys, values) = layer_and_row(3, 1, 4, 8, 8, torch.float16)
     before, layer = layer, layer.to(device)

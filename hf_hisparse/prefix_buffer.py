@@ -1,0 +1,119 @@
+"""What a layer that reads everything keeps on the GPU: its first records."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from hisparse_kernels.miss_plan import MissPlan
+from hisparse_kernels.write_row import write_row
+
+from .host_pool import HostPool
+from .records import RecordLayout, moved
+
+_CHUNK_BYTES = 2**26  # device memory that one step of a long copy may take
+
+
+class PrefixBuffer:
+    """The first `slots` records of each lane, in the slots of their numbers, for good.
+
+    When every record is read in every step, the least recently used one is always the next to be needed. To keep some and
+    never replace them is the best that can be done: of a cyclic scan nothing hits but what was never evicted (Belady, 1966).
+
+    Attributes
+    ----------
+    data : ``[lanes, slots, elements]``
+    page_table : int32 ``[lanes, capacity]``
+        Record -> slot, -1 for those that are read from the host and kept nowhere.
+    plan : MissPlan
+        Of a selection of all records: nothing to fetch, everything without a slot missing.
+    """
+
+    def __init__(self, lanes: int, slots: int, layout: RecordLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=device)
+        self._make_tables(0)
+
+    def _make_tables(self, capacity: int) -> None:
+        lanes, slots, _ = self.data.shape
+        record = torch.arange(capacity, dtype=torch.int32, device=self.data.device)
+        self.page_table = record.masked_fill(record >= slots, -1).repeat(lanes, 1)
+        nothing = torch.zeros(lanes, dtype=torch.int32, device=self.data.device)
+        self.plan = MissPlan(self.page_table, self.page_table, nothing, self.page_table < 0)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes."""
+        return self.data.shape[0]
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Device bytes of the records."""
+        return self.data.nbytes
+
+    @property
+    def table_nbytes(self) -> int:
+        """Device bytes of the bookkeeping."""
+        return self.page_table.nbytes + self.plan.count.nbytes + self.plan.missing.nbytes
+
+    def grow(self, capacity: int) -> None:
+        """Let the page table name records up to `capacity`."""
+        if capacity > self.page_table.shape[1]:
+            self._make_tables(capacity)
+
+    def resize(self, slots: int) -> None:
+        """Change to `slots` slots per lane; new ones hold nothing yet."""
+        lanes, held, elements = self.data.shape
+        data = self.data.new_empty((lanes, slots, elements))
+        kept = min(slots, held)
+        data[:, :kept] = self.data[:, :kept]
+        self.data = data
+        self._make_tables(self.page_table.shape[1])
+
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, pool: HostPool
+    ) -> None:
+        """Write one new token per lane to the host, and to its record's slot if that has one (see `reference.write_row`)."""
+        tokens = self.layout.tokens
+        slots = self.page_table.index_select(1, position // tokens)[:, 0]
+        write_row(keys, values, position, slots, pool.records, pool.host_rows, self.data, tokens)
+
+    def resolve(self, selection: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The slots of all records, int32 ``[lanes, capacity]``."""
+        return self.page_table
+
+    def store(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take the records from `first` on as far as they have slots, of a whole history ``[batch, heads, T, width]``."""
+        lanes, slots, _ = self.data.shape
+        stop = min(slots, self.layout.count(keys.shape[2]))
+        step = max(1, _CHUNK_BYTES // (lanes * self.layout.nbytes))
+        for start in range(first, stop, step):
+            end = min(start + step, stop)
+            tokens = slice(start * self.layout.tokens, end * self.layout.tokens)
+            self.data[:, start:end] = self.layout.pack(keys[:, :, tokens], values[:, :, tokens])
+
+    def choose(self, selection: torch.Tensor, count: int) -> torch.Tensor:
+        """Which of `count` records to keep: int64 ``[lanes, min(slots, count)]``, the first."""
+        lanes, slots, _ = self.data.shape
+        return torch.arange(min(slots, count), device=self.data.device).repeat(lanes, 1)
+
+    def fill(self, records: torch.Tensor, data: torch.Tensor) -> None:
+        """Take the first records, ``[lanes, n, elements]``."""
+        self.data[:, : records.shape[1]] = data
+
+    def forget(self, first: int) -> None:
+        """Nothing to forget: a slot's record is always the same, and what follows its last token is never read."""
+
+    def rearrange(self, lanes: torch.Tensor) -> None:
+        """Let lane `i` hold what lane ``lanes[i]`` held (int64 ``[new lanes]``)."""
+        self.data = moved(self.data, lanes)
+        if self.page_table.shape[0] != lanes.numel():
+            self._make_tables(self.page_table.shape[1])
+
+    def clone(self) -> PrefixBuffer:
+        """An independent copy."""
+        return copy.deepcopy(self)
+
+    def reset(self) -> None:
+        """Nothing to forget (see `forget`)."""
