@@ -38,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_hidden_layers=36,
         num_attention_heads=32,
         num_key_value_heads=8,
+        tie_word_embeddings=True,
     ),
     "toy": dict(
         hidden_size=64,

@@ -16,7 +16,18 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "name", ["throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa", "policies", "pinning"]
+    "name",
+    [
+        "throughput",
+        "prefetch",
+        "long_prompt",
+        "prefill",
+        "capacity",
+        "small_card",
+        "msa",
+        "policies",
+        "pinning",
+    ],
 )
 def test_quick(name, tmp_path):
     if name == "policies":
