@@ -26,9 +26,10 @@ from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
 from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
 from .needs import model_dtype
 from .padding import Padding
+from .pinning_ahead import ALL_THREADS, FEW_THREADS, PinningAhead
 from .resident_layer import ResidentLayer
 from .selector import Selector
-from .sizes import Sizes, memory_of
+from .sizes import Sizes, memory_of, whole_records, with_room
 from .stats import Memory, Stats
 from .trace import TraceRecorder
 
@@ -39,6 +40,7 @@ _DTYPES = (
     torch.float16,
     torch.float32,
 )  # sums are fp32: a wider type would lose what it is for
+_NEVER = 2**62
 _CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.20")
 
 
@@ -161,6 +163,8 @@ class HiSparseCache(Cache):
         self.selector = selector
         self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
         self._positions = getattr(text_config(config), "max_position_embeddings", None)  # None: say nothing
+        self._ahead = PinningAhead()
+        self._pin_next_at = _NEVER  # tokens
         self._connect()
         if isinstance(model, PreTrainedModel):
             enable(model)
@@ -187,6 +191,7 @@ class HiSparseCache(Cache):
         self.padding.reset()
         for layer in self.hosted_layers:
             layer.close()
+        self._ahead.wait()  # it stops where it is, now that the memory is released
         self._stream = HistoryStream([])
         self._layers = None
 
@@ -272,7 +277,9 @@ class HiSparseCache(Cache):
         self._note_positions(tokens)
         room = first.room_for(key_states, value_states)
         if tokens <= room:
+            self._pin_next(tokens)
             return
+        self._ahead.wait()
 
         def asked(
             tokens: int,
@@ -285,14 +292,30 @@ class HiSparseCache(Cache):
         if not room:  # what an earlier request of another shape left
             for layer in self._own_layers:
                 layer.release()
-        self._grow(growth)
+        self._grow(growth, tokens)
+        # Each layer grows when its turn comes.
+        wanted = [layer.wanted_for(growth.capacity, key_states, value_states) for layer in self.hosted_layers]
+        self._ahead.start(wanted, key_states.device, ALL_THREADS)
 
-    def _grow(self, growth: Growth) -> None:
-        """Let layers that must grow do so; hot buffers give way first."""
+    def _grow(self, growth: Growth, tokens: int) -> None:
+        """Let layers that must grow for `tokens` tokens do so; hot buffers give way first."""
         for layer in self._own_layers:
             layer.growth_target = growth.capacity
         for hosted in self.hosted_layers:
             hosted.resize_buffer(growth.records)
+        self._pin_next_at = growth.capacity - (growth.capacity - tokens) // 4
+
+    def _pin_next(self, tokens: int) -> None:
+        """When most of the room is used, begin to pin what the next growth takes, if there is host memory for it."""
+        hosted = self.hosted_layers
+        if tokens < self._pin_next_at or any(layer.shape is None for layer in hosted):
+            return
+        self._pin_next_at = _NEVER  # until the next growth
+        target = whole_records(self._family, with_room(self.capacity + 1))
+        asked = sum(layer.host_bytes_to_grow(target) for layer in hosted)
+        if asked <= self._limits.host.left(self.memory()):
+            wanted = [layer.wanted_to_grow(target) for layer in hosted]
+            self._ahead.start(wanted, hosted[0].pool.device, FEW_THREADS)
 
     @property
     def _own_layers(self) -> list[HostedLayer | ResidentLayer]:
@@ -389,7 +412,9 @@ class HiSparseCache(Cache):
         total = self.get_seq_length() + tokens
         self._note_positions(total)
         if total <= self.capacity:
+            self._pin_next(total)
             return
+        self._ahead.wait()
         growth = self._limits.growth(
             total,
             lambda tokens: sum(layer.host_bytes_to_grow(tokens) for layer in self.hosted_layers),
@@ -397,7 +422,7 @@ class HiSparseCache(Cache):
             self._call_of(self._batch, tokens),
             f"{total} tokens of {self._batch} row{'s' if self._batch > 1 else ''}",
         )
-        self._grow(growth)
+        self._grow(growth, total)
         for layer in self.layers:
             layer.grow(total)
 
@@ -517,12 +542,14 @@ class HiSparseCache(Cache):
             If the host cannot hold a second copy.
         """
         self.check_whole()
+        self._ahead.wait()  # what it takes is missing from what is available
         if (
             self._limits.host.size is None
         ):  # else the copy is as large as this one, and has the same limit to itself
             held = self.memory()
             self._limits.host.check(held.host_reserved_bytes, held, "a copy of the cache")
         other = copy.copy(self)
+        other._ahead = PinningAhead()
         other.padding = self.padding.clone()
         other.layers = [
             layer.clone(other.padding)

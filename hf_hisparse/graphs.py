@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .active import capturing_cache
+from .host_memory import pinning
 from .hosted_layer import HostedLayer
 from .resident_layer import ResidentLayer
 
@@ -198,7 +199,7 @@ class DecodeGraphs:
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
         try:
-            with as_captured(cache, masked), torch.cuda.graph(step.graph):
+            with pinning, as_captured(cache, masked), torch.cuda.graph(step.graph):
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
         except Exception as error:  # whatever a model does that a capture does not allow
             for layer, count in zip(cache.layers, counts, strict=True):

@@ -18,6 +18,7 @@ from .host_memory import PinnedArea, host_area, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .padding import Padding
+from .pinning_ahead import Wanted
 from .records import RecordLayout
 from .rows import RearrangedRows, lanes_of
 from .selector import LayerShape
@@ -123,11 +124,10 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         """Build pool, buffer and selector state for keys and values of this shape, on their device."""
         shape, layout = self._shape_of(key_states), self.layout_for(key_states, value_states)
         device = shape.device
-        if self._area is None:
-            self._area = host_area(self.settings.reserve_bytes, device)
         if not self._fits(shape, layout):
+            area = self._own_area(device)
             self.layout = layout
-            self.pool = HostPool(shape.batch, shape.heads // layout.heads, layout, device, self._area)
+            self.pool = HostPool(shape.batch, shape.heads // layout.heads, layout, device, area)
             self.buffer = self.new_buffer(shape, layout)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -247,16 +247,35 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def host_bytes_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Host bytes that holding `tokens` tokens of this shape takes, beyond what is held already."""
+        return max(0, self._host_bytes(tokens, key_states, value_states) - self.host_reserved_nbytes)
+
+    def _host_bytes(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         layout = self.layout_for(key_states, value_states)
         batch, heads = key_states.shape[:2]
         rows = self.pool.host_batch if self._length else batch
-        held = self._area.size if self._area is not None else 0
-        lanes = rows * heads // layout.heads
-        return max(0, whole_pages(layout.count(tokens) * lanes * layout.nbytes) - held)
+        return whole_pages(layout.count(tokens) * (rows * heads // layout.heads) * layout.nbytes)
+
+    def wanted_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Wanted:
+        """What is to be pinned to hold `tokens` tokens of this shape."""
+        return Wanted(
+            self._own_area(key_states.device).backing, self._host_bytes(tokens, key_states, value_states)
+        )
+
+    def wanted_to_grow(self, tokens: int) -> Wanted:
+        """The same for tokens like those held."""
+        return Wanted(
+            self.pool.area.backing, whole_pages(self.layout.count(tokens) * self.pool.record_nbytes)
+        )
 
     def host_bytes_to_grow(self, tokens: int) -> int:
-        """The same for tokens like those held."""
-        return max(0, whole_pages(self.layout.count(tokens) * self.pool.record_nbytes) - self.pool.area.size)
+        """Host bytes that holding `tokens` tokens like those held takes, beyond what is held already."""
+        wanted = self.wanted_to_grow(tokens)
+        return max(0, wanted.size - wanted.backing.size)
+
+    def _own_area(self, device: torch.device) -> PinnedArea:
+        if self._area is None:
+            self._area = host_area(self.settings.reserve_bytes, device)
+        return self._area
 
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
@@ -549,6 +568,11 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def host_nbytes(self) -> int:
         """Host bytes in use."""
         return self.layout.count(self._length) * self.pool.record_nbytes
+
+    @property
+    def host_reserved_nbytes(self) -> int:
+        """Host bytes held."""
+        return 0 if self._area is None else self._area.size
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.layer_idx}, tokens={self._length})"

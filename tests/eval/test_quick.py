@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
         "prefill",
         "capacity",
         "small_card",
+        "growth",
         "msa",
         "policies",
         "pinning",

@@ -44,36 +44,6 @@ def test_touch_touches_nothing_else():
     assert (content[:4096] == 7).all() and (content[8192:] == 7).all()
 
 
-class Driver:
-    """Stands in for the CUDA runtime: notes what is pinned, and refuses when told to."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.refuses = False
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if self.refuses:
-            return 2
-        self.pinned[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
-
-    def cudaGetLastError(self) -> int:
-        return 2
-
-
-@pytest.fixture
-def driver(monkeypatch) -> Driver:
-    driver = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    return driver
-
-
 @pytest.mark.parametrize("how", ["close", "del"])
 def test_pinned_memory_is_given_back(driver, how):
     area = PinnedArea(256 * MIB, pin=True)
