@@ -18,6 +18,7 @@ from . import saved
 from .active import current_call
 from .attention import BASES
 from .enable import enable, text_config
+from .fingerprint import config_fingerprint, model_fingerprint
 from .graphs import DecodeGraphs
 from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
@@ -619,8 +620,8 @@ class HiSparseCache(Cache):
         """What tells its model from others; without the weights if it was built from a configuration or its model is gone."""
         model = None if self._model is None else self._model()
         if model is not None:
-            return saved.fingerprint(model)
-        return saved.fingerprint_of_config(self._config)
+            return model_fingerprint(model)
+        return config_fingerprint(self._config)
 
     @property
     def layout(self) -> str | None:
