@@ -549,7 +549,8 @@ class HiSparseCache(Cache):
         ):  # else the copy is as large as this one, and has the same limit to itself
             held = self.memory()
             self._limits.host.check(held.host_reserved_bytes, held, "a copy of the cache")
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other._ahead = PinningAhead()
         other.padding = self.padding.clone()
         other.layers = [
@@ -563,6 +564,12 @@ class HiSparseCache(Cache):
         other.trace = None
         other._states = dict(self._states)
         return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a HiSparseCache cannot be pickled (nor copied by copy.copy): cache.save(path) keeps what it holds and "
+            "HiSparseCache.load(path, model) brings it back, copy.deepcopy(cache) makes an independent copy"
+        )
 
     # ------------------------------------------------------------------ prefixes on a disk
 
