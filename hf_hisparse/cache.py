@@ -474,6 +474,7 @@ class HiSparseCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
         self._refuse_while_recording("reorder_cache (beam search)")
+        self._make_way(beam_idx.numel())
         super().reorder_cache(beam_idx)
         self._rows_changed(beam_idx)
 
@@ -484,8 +485,6 @@ class HiSparseCache(Cache):
             raise ValueError(
                 f"batch_repeat_interleave({repeats}) leaves no row, repeats must be at least 1: call reset() to empty the cache"
             )
-        held = self.memory()
-        self._limits.host.check(held.host_bytes * repeats, held, f"{repeats} copies of each row")
         rows = torch.arange(self._batch).repeat_interleave(repeats)
         self._make_way(rows.numel())
         super().batch_repeat_interleave(repeats)
@@ -506,11 +505,17 @@ class HiSparseCache(Cache):
         self._rows_changed(rows)
 
     def _make_way(self, batch: int) -> None:
-        """Shrink hot buffers, before anything else changes, such that there is device memory for `batch` rows."""
+        """See that there is memory for `batch` rows, before anything changes (MemoryError); hot buffers may shrink for it."""
         if batch <= self._batch:
             return
+        self._ahead.wait()
         purpose = f"{self.capacity} tokens of {batch} rows"
-        records = self._limits.records(self.memory(), self._call_of(batch, 1), self.capacity, purpose)
+        held = self.memory()
+        new = [layer.host_bytes_for_rows(batch) for layer in self.hosted_layers]
+        if any(new):  # a layer's old memory goes when it has the new
+            last = self.hosted_layers[-1].host_reserved_nbytes
+            self._limits.host.check(sum(new) + last - held.host_reserved_bytes, held, purpose)
+        records = self._limits.records(held, self._call_of(batch, 1), self.capacity, purpose)
         for layer in self.hosted_layers:
             layer.resize_buffer(min(records, layer.buffer_records))
 

@@ -272,6 +272,13 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         wanted = self.wanted_to_grow(tokens)
         return max(0, wanted.size - wanted.backing.size)
 
+    def host_bytes_for_rows(self, batch: int) -> int:
+        """Host bytes that a layer with `batch` rows takes, 0 if it needs no other memory than it has."""
+        if not self._length or batch <= self.pool.host_batch:
+            return 0
+        row = self.pool.record_nbytes // self.pool.host_batch
+        return whole_pages(self.pool.host_rows.shape[1] * row * batch)
+
     def _own_area(self, device: torch.device) -> PinnedArea:
         if self._area is None:
             self._area = host_area(self.settings.reserve_bytes, device)
