@@ -25,6 +25,7 @@ from .host_memory import format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
 from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
 from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
+from .native import trim
 from .needs import model_dtype
 from .padding import Padding
 from .pinning_ahead import ALL_THREADS, FEW_THREADS, PinningAhead
@@ -240,7 +241,10 @@ class HiSparseCache(Cache):
         self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
         if begins:
             self._begin_call(key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(self.layers[layer_idx], HostedLayer | ResidentLayer):
+            trim(self.layers[layer_idx])
+        return rows
 
     @property
     def _first_layer(self) -> int:
@@ -450,6 +454,8 @@ class HiSparseCache(Cache):
         # A sliding window may refuse, so it is asked before anything changes.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
             layer.crop(tokens)
+            if not isinstance(layer, HostedLayer | ResidentLayer):
+                trim(layer)
         self.padding.crop(self.get_seq_length())
         if not self.get_seq_length():
             self._renew_native_layers()  # what comes next may have another shape
