@@ -347,6 +347,35 @@ class HiSparseCache(Cache):
                 "hf_hisparse.enable(model)) or changes its keys after the cache returned them (use DynamicCache)"
             )
 
+    def take_back(self) -> None:
+        """After a call that failed: be as before it, if no hosted layer has stored any of its tokens and no other layer lost any.
+
+        Where that cannot be, `check_whole` refuses to go on.
+        """
+        if self._layers is None or self.padding.capturing:  # a failed capture is undone by who began it
+            return
+        stored = {layer.stored for layer in self.hosted_layers}
+        before = stored.pop()
+        if stored or before is None:
+            return
+        ahead = [
+            layer
+            for layer in self.layers
+            if not isinstance(layer, CacheLayerMixin) or layer.get_seq_length() != before
+        ]
+        # Of what a sliding window or linear attention held before, nothing is left.
+        if before and not all(isinstance(layer, HostedLayer | ResidentLayer) for layer in ahead):
+            return
+        for layer in ahead:
+            if isinstance(layer, HostedLayer):
+                layer.take_back()
+            elif isinstance(layer, ResidentLayer):
+                layer.crop(before - layer.get_seq_length())
+        self._stream.forget()
+        if not before:
+            self._renew_native_layers()
+            self._states.clear()
+
     def check_batch(self, batch: int) -> None:
         """Refuse another batch size than that of the tokens held (ValueError)."""
         if batch != self._batch:

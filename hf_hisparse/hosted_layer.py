@@ -109,6 +109,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.buffer_records = settings.device_buffer_records  # records of the hot buffer, per lane
         self._length = 0
         self._new: NewTokens | None = None
+        self._stored = False  # whether something of the new tokens is where it cannot be taken back from
         self._area: PinnedArea | None = None
 
     # The state of an initialised layer.
@@ -217,7 +218,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.grow(self._length + key_states.shape[2])
         keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
         setattr(keys, LAYER_ATTRIBUTE, self)
-        self._new = NewTokens(keys, values, self._length)
+        self._new, self._stored = NewTokens(keys, values, self._length), False
         self._length += key_states.shape[2]
         return keys, values
 
@@ -225,6 +226,18 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def interrupted(self) -> bool:
         """Whether tokens were taken that attention never read."""
         return self._new is not None
+
+    @property
+    def stored(self) -> int | None:
+        """Tokens held without new ones of which nothing was stored; None if attention was interrupted while it stored them."""
+        if self._new is None:
+            return self._length
+        return None if self._stored else self._new.start
+
+    def take_back(self) -> None:
+        """Forget new tokens of which nothing was stored."""
+        if self._new is not None:
+            self._length, self._new = self._new.start, None
 
     def get_seq_length(self) -> int:
         """Tokens held."""
@@ -349,11 +362,13 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def note_padding(self, valid: torch.Tensor | None) -> None:
         """Remember which of the new tokens are padding: `valid` bool ``[batch, new tokens]``, None without a mask."""
+        self._stored = True
         start = self.new_tokens().start
         self.padding.note(start, self._length, valid, self.capacity)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new tokens of a prefill to the host: `keys`, `values` ``[batch, heads, T, width]``, the whole history."""
+        self._stored = True
         first = self.new_tokens().start // self.layout.tokens
         tail = slice(first * self.layout.tokens, None)
         self.pool.write(first, keys[:, :, tail], values[:, :, tail])
@@ -372,6 +387,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the token at `position`: ``[lanes, width]``."""
+        self._stored = True
         self.pool.wait()
         self.buffer.append(keys, values, self.position, self.pool)
 
