@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -160,12 +161,22 @@ def _pin(address: int, size: int) -> None:
     with pinning:
         status = torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_PORTABLE_AND_MAPPED)
     if int(status) != 0:
-        torch.cuda.cudart().cudaGetLastError()
+        _forget_error()
         raise MemoryError(
             f"the CUDA driver refused to pin {format_bytes(size)} of host memory (error {int(status)}; "
             f"{format_bytes(available_host_memory())} available): lower the batch or the context, or lift the "
             "limit on locked memory (ulimit -l, or the container's memlock)"
         )
+
+
+def _forget_error() -> None:
+    """The runtime keeps an error until somebody asks for it: torch would raise it from what it does next."""
+    ask = getattr(torch.cuda.cudart(), "cudaGetLastError", None)  # not in every torch
+    if ask is not None:
+        ask()
+        return
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
 
 
 class PinnedArea:

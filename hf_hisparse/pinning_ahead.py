@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 FEW_THREADS = 4  # to touch memory with: the other cores are for whoever decodes
 ALL_THREADS = 16
+# Bytes pinned at once: the driver may keep the kernels of others waiting meanwhile, and a layer that grows waits for a piece.
+_PIECE = 2**27
 
 
 class Wanted(NamedTuple):
@@ -70,8 +72,9 @@ def _pin_all(wanted: list[Wanted], device: torch.device, threads: int) -> None:
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for backing, size in wanted:
-                if threading.main_thread().is_alive():  # else the program is about to end
-                    backing.extend(size, threads)
+                for stop in (*range(backing.size + _PIECE, size, _PIECE), size):
+                    if threading.main_thread().is_alive():  # else the program is about to end
+                        backing.extend(stop, threads)
     except Exception as error:
         _warn(error)
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_hisparse import HiSparseCache, Quest, hosted_layer
+from hf_hisparse import HiSparseCache, Quest, hosted_layer, pinning_ahead
 from hf_hisparse.host_memory import PinnedArea, pinning
 from hf_hisparse.pinning_ahead import PinningAhead, Wanted
 from tests.models import build, prompt
@@ -234,6 +234,21 @@ def test_two_threads_take_turns(pinned):
     ahead.start([Wanted(area.backing, 32 * MIB)], torch.device("cpu"), 2)
     ahead.wait()
     assert area.size == 40 * MIB
+
+
+def test_much_is_pinned_piece_by_piece(pinned, monkeypatch):
+    """A layer that grows meanwhile waits for one of them, and takes over."""
+    monkeypatch.setattr(pinning_ahead, "_PIECE", 16 * MIB)
+    area, ahead = PinnedArea(80 * MIB, pin=True), PinningAhead()
+    area.grow(MIB)
+    ahead.start([Wanted(area.backing, 56 * MIB)], torch.device("cpu"), 2)
+    ahead.wait()
+    assert area.backing.edges == [0, MIB, 17 * MIB, 33 * MIB, 49 * MIB, 56 * MIB]
+    assert area.pieces(16 * MIB, 34 * MIB) == [
+        (16 * MIB, 17 * MIB),
+        (17 * MIB, 33 * MIB),
+        (33 * MIB, 34 * MIB),
+    ]
 
 
 def test_a_program_ends_while_memory_is_pinned(tmp_path):
