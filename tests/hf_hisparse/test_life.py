@@ -6,6 +6,8 @@ import copy
 import gc
 import mmap
 import weakref
+from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -71,6 +73,17 @@ def test_pinning_refused(driver):
     with pytest.raises(MemoryError, match=r"refused to pin 7\.00 MiB .*\(error 2; .* available\).*ulimit -l"):
         area.grow(8 * MIB)
     assert area.size == MIB == sum(driver.pinned.values())
+
+
+def test_pinning_refused_in_a_torch_that_does_not_forget_errors(driver, monkeypatch):
+    """Its next kernel takes the error, so that no other call is blamed for it."""
+    plain = SimpleNamespace(cudaHostRegister=driver.cudaHostRegister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: plain)
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=RuntimeError("CUDA error: out of memory")))
+    driver.refuses = True
+    with pytest.raises(MemoryError, match="refused to pin"):
+        PinnedArea(64 * MIB, pin=True).grow(MIB)
+    assert torch.zeros.call_args == mock.call(1, device="cuda")
 
 
 def _filled(model, selector=SELECTOR) -> HiSparseCache:
