@@ -92,3 +92,6 @@ def _leave(decoder: torch.nn.Module, args: Any, output: Any) -> None:
     calls = _calls.get()
     if calls and calls[-1][0]() is decoder:  # not if an earlier hook failed before `_enter`
         _calls.set(calls[:-1])
+        call = calls[-1][1]
+        if output is None and call is not None and call.cache is not None:  # an error is under way
+            call.cache.take_back()

@@ -20,6 +20,7 @@ from . import saved
 from .active import current_call
 from .attention import BASES
 from .enable import enable, text_config
+from .fingerprint import config_fingerprint, model_fingerprint
 from .graphs import DecodeGraphs
 from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
@@ -27,11 +28,13 @@ from .hosted_layer import HostedLayer, LayerHistory, LayerSettings
 from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
 from .models.dense import DenseLayer
 from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
+from .native import trim
 from .needs import model_dtype
 from .padding import Padding
+from .pinning_ahead import ALL_THREADS, FEW_THREADS, PinningAhead
 from .resident_layer import ResidentLayer
 from .selector import Selector
-from .sizes import Buffers, Sizes, memory_of
+from .sizes import Buffers, Sizes, memory_of, whole_records, with_room
 from .stats import Memory, Stats
 from .trace import TraceRecorder
 
@@ -42,6 +45,7 @@ _DTYPES = (
     torch.float16,
     torch.float32,
 )  # sums are fp32: a wider type would lose what it is for
+_NEVER = 2**62
 _CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.20")
 
 
@@ -182,6 +186,8 @@ class HiSparseCache(Cache):
         self.selector = selector
         self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
         self._positions = getattr(text_config(config), "max_position_embeddings", None)  # None: say nothing
+        self._ahead = PinningAhead()
+        self._pin_next_at = _NEVER  # tokens
         self._connect()
         if isinstance(model, PreTrainedModel):
             enable(model)
@@ -208,6 +214,7 @@ class HiSparseCache(Cache):
         self.padding.reset()
         for layer in self.hosted_layers:
             layer.close()
+        self._ahead.wait()  # it stops where it is, now that the memory is released
         self._stream = HistoryStream([])
         self._layers = None
 
@@ -260,7 +267,10 @@ class HiSparseCache(Cache):
         self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
         if begins:
             self._begin_call(key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(self.layers[layer_idx], HostedLayer | ResidentLayer):
+            trim(self.layers[layer_idx])
+        return rows
 
     @property
     def _first_layer(self) -> int:
@@ -300,7 +310,9 @@ class HiSparseCache(Cache):
         self._note_positions(tokens)
         room = first.room_for(key_states, value_states)
         if tokens <= room:
+            self._pin_next(tokens)
             return
+        self._ahead.wait()
 
         # Hosted layers grow in step and, in every supported model, have one shape.
         def asked(tokens: int, dense_on_host: bool) -> int:
@@ -314,13 +326,29 @@ class HiSparseCache(Cache):
         if not room:  # what an earlier request of another shape left
             for layer in self._own_layers:
                 layer.release()
-        self._grow(growth, new)
+        self._grow(growth, tokens, new)
+        # Each layer grows when its turn comes.
+        wanted = [layer.wanted_for(growth.capacity, key_states, value_states) for layer in self.hosted_layers]
+        self._ahead.start(wanted, key_states.device, ALL_THREADS)
 
-    def _grow(self, growth: Growth, call: Call) -> None:
-        """Let layers that must grow do so; hot buffers give way first."""
+    def _grow(self, growth: Growth, tokens: int, call: Call) -> None:
+        """Let layers that must grow for `tokens` tokens do so; hot buffers give way first."""
         for layer in self._own_layers:
             layer.growth_target = growth.capacity
         self._keep(growth.buffers, call, growth.capacity)
+        self._pin_next_at = growth.capacity - (growth.capacity - tokens) // 4
+
+    def _pin_next(self, tokens: int) -> None:
+        """When most of the room is used, begin to pin what the next growth takes, if there is host memory for it."""
+        hosted = self.hosted_layers
+        if tokens < self._pin_next_at or any(layer.shape is None for layer in hosted):
+            return
+        self._pin_next_at = _NEVER  # until the next growth
+        target = whole_records(self._family, with_room(self.capacity + 1))
+        asked = sum(layer.host_bytes_to_grow(target) for layer in hosted)
+        if asked <= self._limits.host.left(self.memory()):
+            wanted = [layer.wanted_to_grow(target) for layer in hosted]
+            self._ahead.start(wanted, hosted[0].pool.device, FEW_THREADS)
 
     def _keep(self, buffers: Buffers, call: Call, capacity: int) -> None:
         """Let layers keep so much on the device, beside room for `capacity` tokens."""
@@ -388,6 +416,35 @@ class HiSparseCache(Cache):
                 "cache.reset() and start again. If it happens again without another error, the model is not enabled (call "
                 "hf_hisparse.enable(model)) or changes its keys after the cache returned them (use DynamicCache)"
             )
+
+    def take_back(self) -> None:
+        """After a call that failed: be as before it, if no hosted layer has stored any of its tokens and no other layer lost any.
+
+        Where that cannot be, `check_whole` refuses to go on.
+        """
+        if self._layers is None or self.padding.capturing:  # a failed capture is undone by who began it
+            return
+        stored = {layer.stored for layer in self.hosted_layers}
+        before = stored.pop()
+        if stored or before is None:
+            return
+        ahead = [
+            layer
+            for layer in self.layers
+            if not isinstance(layer, CacheLayerMixin) or layer.get_seq_length() != before
+        ]
+        # Of what a sliding window or linear attention held before, nothing is left.
+        if before and not all(isinstance(layer, HostedLayer | ResidentLayer) for layer in ahead):
+            return
+        for layer in ahead:
+            if isinstance(layer, HostedLayer):
+                layer.take_back()
+            elif isinstance(layer, ResidentLayer):
+                layer.crop(before - layer.get_seq_length())
+        self._stream.forget()
+        if not before:
+            self._renew_native_layers()
+            self._states.clear()
 
     def check_batch(self, batch: int) -> None:
         """Refuse another batch size than that of the tokens held (ValueError)."""
@@ -459,6 +516,7 @@ class HiSparseCache(Cache):
         total = self.get_seq_length() + tokens
         if total <= self.capacity:
             self._note_positions(total)
+            self._pin_next(total)
             return
         self.make_room_for(*self._blank(tokens))
         for layer in self.layers:
@@ -544,6 +602,8 @@ class HiSparseCache(Cache):
         # A sliding window may refuse, so it is asked before anything changes.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
             layer.crop(tokens)
+            if not isinstance(layer, HostedLayer | ResidentLayer):
+                trim(layer)
         self.padding.crop(self.get_seq_length())
         if not self.get_seq_length():
             self._renew_native_layers()  # what comes next may have another shape
@@ -568,6 +628,7 @@ class HiSparseCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
         self._refuse_while_recording("reorder_cache (beam search)")
+        self._make_way(beam_idx.numel())
         super().reorder_cache(beam_idx)
         self._rows_changed(beam_idx)
 
@@ -578,8 +639,6 @@ class HiSparseCache(Cache):
             raise ValueError(
                 f"batch_repeat_interleave({repeats}) leaves no row, repeats must be at least 1: call reset() to empty the cache"
             )
-        held = self.memory()
-        self._limits.host.check(held.host_bytes * repeats, held, f"{repeats} copies of each row")
         rows = torch.arange(self._batch).repeat_interleave(repeats)
         self._make_way(rows.numel())
         super().batch_repeat_interleave(repeats)
@@ -600,15 +659,22 @@ class HiSparseCache(Cache):
         self._rows_changed(rows)
 
     def _make_way(self, batch: int) -> None:
-        """Keep less on the device, before anything else changes, such that there is memory for `batch` rows."""
+        """Keep less on the device, before anything else changes, such that there is memory for `batch` rows (MemoryError)."""
         if batch <= self._batch:
             return
+        self._ahead.wait()
         call, held = self._call_of(batch, 1), self.memory()
         purpose = f"{self.capacity} tokens of {batch} rows"
         buffers = self._limits.fitting(held, call, self.capacity, purpose, self._dense_on_host)
+        asked = 0
+        new = sum(layer.host_bytes_for_rows(batch) for layer in self.hosted_layers)
+        if new:  # a layer's old memory goes when it has the new
+            asked = new + self.hosted_layers[-1].host_reserved_nbytes - held.host_reserved_bytes
         if buffers.dense is not None:
             one = self.hosted_layers[0].host_bytes_of(self.capacity, batch, *self._blank(1))
-            self._limits.host.check(one * len(self._to_move), held, purpose)
+            asked += one * len(self._to_move)
+        if asked > 0:
+            self._limits.host.check(asked, held, purpose)
         fewer = min(buffers.records, self.sparse_layers[0].buffer_records)
         self._keep(buffers._replace(records=fewer), call, self.capacity)
 
@@ -647,12 +713,15 @@ class HiSparseCache(Cache):
             If the host cannot hold a second copy.
         """
         self.check_whole()
+        self._ahead.wait()  # what it takes is missing from what is available
         if (
             self._limits.host.size is None
         ):  # else the copy is as large as this one, and has the same limit to itself
             held = self.memory()
             self._limits.host.check(held.host_reserved_bytes, held, "a copy of the cache")
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._ahead = PinningAhead()
         other.padding = self.padding.clone()
         other.layers = [
             layer.clone(other.padding)
@@ -665,6 +734,12 @@ class HiSparseCache(Cache):
         other.trace = None
         other._states = dict(self._states)
         return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a HiSparseCache cannot be pickled (nor copied by copy.copy): cache.save(path) keeps what it holds and "
+            "HiSparseCache.load(path, model) brings it back, copy.deepcopy(cache) makes an independent copy"
+        )
 
     # ------------------------------------------------------------------ prefixes on a disk
 
@@ -722,8 +797,8 @@ class HiSparseCache(Cache):
         """What tells its model from others; without the weights if it was built from a configuration or its model is gone."""
         model = None if self._model is None else self._model()
         if model is not None:
-            return saved.fingerprint(model)
-        return saved.fingerprint_of_config(self._config)
+            return model_fingerprint(model)
+        return config_fingerprint(self._config)
 
     @property
     def layout(self) -> str | None:

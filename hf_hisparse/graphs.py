@@ -7,9 +7,11 @@ token per row is captured once and replayed, as long as nothing that it reads ha
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .active import capturing_cache
+from .host_memory import pinning
 from .hosted_layer import HostedLayer
+from .models.overrides import alive, copied
 from .resident_layer import ResidentLayer
 
 if TYPE_CHECKING:
@@ -35,37 +39,55 @@ _FLAGS = ("use_cache", "return_dict", "logits_to_keep")
 class ReplayingForward:
     """Stands in for `model.forward`: decode steps with a `HiSparseCache` go through the cache's graphs.
 
-    An object, not a closure: copying a model copies it along, bound to the copy.
+    It goes with a copy or a pickle of the model, bound to that, and does not keep the model alive.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    own : callable, optional
+        What to call instead of the forward of its class: what somebody else has put into its place.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.forward = model.forward
-        functools.update_wrapper(self, model.forward)
+    def __init__(self, model: PreTrainedModel, own: Callable[..., Any] | None = None) -> None:
+        self._model = weakref.ref(model)
+        self.own = own
+        functools.update_wrapper(self, type(model).forward)
+        self.__signature__ = inspect.signature(self._forward_of(model))
+
+    def _forward_of(self, model: PreTrainedModel) -> Callable[..., Any]:
+        return types.MethodType(type(model).forward, model) if self.own is None else self.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = alive(self._model)
+        forward = self._forward_of(model)
         cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         graphs = getattr(cache, "graphs", None)
         if args or not isinstance(graphs, DecodeGraphs):
-            return self.forward(*args, **kwargs)
-        return graphs.step(self.model, self.forward, kwargs)
+            return forward(*args, **kwargs)
+        return graphs.step(model, forward, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplayingForward:
+        return ReplayingForward(copied(self._model, memo), copy.deepcopy(self.own, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayingForward, (alive(self._model), self.own)
 
 
 def wrap_forward(model: PreTrainedModel) -> None:
     """Let `model` replay the decode steps of a `HiSparseCache`."""
     if not isinstance(model.forward, ReplayingForward):
-        model.forward = ReplayingForward(model)
+        model.forward = ReplayingForward(model, vars(model).get("forward"))
 
 
 def unwrap_forward(model: PreTrainedModel) -> None:
     """Undo `wrap_forward`."""
     if not isinstance(model.forward, ReplayingForward):
         return
-    forward = model.forward.forward
-    if getattr(forward, "__func__", None) is type(model).forward:
+    own = model.forward.own
+    if own is None:
         del model.forward  # back to the class's own
     else:
-        model.forward = forward
+        model.forward = own
 
 
 @contextmanager
@@ -203,7 +225,7 @@ class DecodeGraphs:
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
         try:
-            with as_captured(cache, masked), torch.cuda.graph(step.graph):
+            with pinning, as_captured(cache, masked), torch.cuda.graph(step.graph):
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
         except Exception as error:  # whatever a model does that a capture does not allow
             for layer, count in zip(cache.layers, counts, strict=True):

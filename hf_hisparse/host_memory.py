@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
 import os
 import re
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,8 @@ _REGISTER_PORTABLE_AND_MAPPED = 3
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _TOUCHED_AT_ONCE = 2**26
 _libc = ctypes.CDLL(None)
+# Held while the driver pins, and while a CUDA graph is captured, which another thread's pinning would break.
+pinning = threading.RLock()
 
 
 def parse_bytes(size: int | str, name: str) -> int:
@@ -71,20 +75,108 @@ def available_host_memory() -> int:
     return max(0, min(available, limit - used))
 
 
-def touch(address: int, size: int) -> None:
-    """Let the system back a range of addresses that was never written, on all cores.
+def touch(address: int, size: int, threads: int = 16) -> None:
+    """Let the system back a range of addresses that was never written, on all cores, with at most so many threads.
 
     The driver does that itself when it pins, on one core, which is where most of the time goes.
     """
     starts = range(0, size, _TOUCHED_AT_ONCE)
-    with ThreadPoolExecutor(min(len(starts), len(os.sched_getaffinity(0)), 16)) as threads:
-        list(threads.map(lambda start: _touch(address + start, min(_TOUCHED_AT_ONCE, size - start)), starts))
+    with ThreadPoolExecutor(min(len(starts), len(os.sched_getaffinity(0)), threads)) as pool:
+        list(pool.map(lambda start: _touch(address + start, min(_TOUCHED_AT_ONCE, size - start)), starts))
 
 
 def _touch(address: int, size: int) -> None:
     # Both let other threads run meanwhile.
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
         ctypes.memset(address, 0, size)
+
+
+class Backing:
+    """The part of an address range that is backed and pinned: it grows at its end, by one thread at a time.
+
+    Parameters
+    ----------
+    memory : uint8 ``[bytes]``
+        The range; it stays as long as a thread is at it.
+    pin : bool
+
+    Attributes
+    ----------
+    edges : list of int
+        Borders of the pieces that were pinned, from 0 on.
+    """
+
+    def __init__(self, memory: torch.Tensor, pin: bool) -> None:
+        self.pins = pin
+        self.edges = [0]
+        self._memory: torch.Tensor | None = memory
+        self._address = memory.data_ptr()
+        self._released = False
+        self._turn = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes that can be used."""
+        return self.edges[-1]
+
+    def extend(self, size: int, threads: int = 16) -> None:
+        """Make at least `size` bytes usable; nothing happens to what was released (MemoryError as `PinnedArea.grow`)."""
+        try:
+            with self._turn:
+                held = self.size
+                if size <= held or self._released:
+                    return
+                if self.pins:
+                    touch(self._address + held, size - held, threads)
+                    _pin(self._address + held, size - held)
+                self.edges.append(size)
+        finally:
+            if self._released:
+                self._unpin()
+
+    def release(self) -> None:
+        """Unpin everything, for good; a thread that is just extending it does that at its end.
+
+        It never waits: garbage collection may call it, in any thread.
+        """
+        self._released = True
+        self._unpin()
+
+    def _unpin(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            pieces, self.edges = self.edges[:-1], [0]
+            if self.pins and pieces and torch.cuda.is_available():
+                with pinning:
+                    torch.cuda.synchronize()  # kernels in flight may still read the memory
+                    for start in pieces:
+                        torch.cuda.cudart().cudaHostUnregister(self._address + start)
+            self._memory = None
+        finally:
+            self._turn.release()
+
+
+def _pin(address: int, size: int) -> None:
+    with pinning:
+        status = torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_PORTABLE_AND_MAPPED)
+    if int(status) != 0:
+        _forget_error()
+        raise MemoryError(
+            f"the CUDA driver refused to pin {format_bytes(size)} of host memory (error {int(status)}; "
+            f"{format_bytes(available_host_memory())} available): lower the batch or the context, or lift the "
+            "limit on locked memory (ulimit -l, or the container's memlock)"
+        )
+
+
+def _forget_error() -> None:
+    """The runtime keeps an error until somebody asks for it: torch would raise it from what it does next."""
+    ask = getattr(torch.cuda.cudart(), "cudaGetLastError", None)  # not in every torch
+    if ask is not None:
+        ask()
+        return
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
 
 
 class PinnedArea:
@@ -103,9 +195,6 @@ class PinnedArea:
 
     def __init__(self, reserve: int, pin: bool) -> None:
         self.reserved = whole_pages(reserve)
-        self.size = 0
-        self.edges = [0]
-        self._pin = pin
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             area = mmap.mmap(-1, self.reserved, flags=flags)
@@ -117,9 +206,13 @@ class PinnedArea:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             area.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
         self.bytes = torch.frombuffer(area, dtype=torch.uint8)
-        # The finalizer shares the list of pinned pieces and must not refer to self.
-        self._pinned: list[int] = []
-        self._finalizer = weakref.finalize(self, _unpin, self._pinned)
+        self.backing = Backing(self.bytes, pin)
+        self._finalizer = weakref.finalize(self, self.backing.release)  # before the addresses are given back
+
+    @property
+    def size(self) -> int:
+        """Bytes that can be used."""
+        return self.backing.size
 
     def grow(self, size: int) -> None:
         """Make at least `size` bytes usable, zero where never written.
@@ -137,31 +230,16 @@ class PinnedArea:
                 f"a host pool of {format_bytes(size)} for one layer was asked, {format_bytes(self.reserved)} can be had: "
                 "lower the batch or the context, or raise host_memory if the machine has more"
             )
-        if self._pin:
-            address = self.bytes.data_ptr() + self.size
-            touch(address, size - self.size)
-            status = torch.cuda.cudart().cudaHostRegister(
-                address, size - self.size, _REGISTER_PORTABLE_AND_MAPPED
-            )
-            if int(status) != 0:
-                torch.cuda.cudart().cudaGetLastError()
-                raise MemoryError(
-                    f"the CUDA driver refused to pin {format_bytes(size - self.size)} of host memory (error {int(status)}; "
-                    f"{format_bytes(available_host_memory())} available): lower the batch or the context, or lift the "
-                    "limit on locked memory (ulimit -l, or the container's memlock)"
-                )
-            self._pinned.append(address)
-        self.size = size
-        self.edges.append(size)
+        self.backing.extend(size)
 
     def close(self) -> None:
         """Unpin, and let go of the memory; nothing may use it any more."""
         self._finalizer()
-        self.bytes, self.size = self.bytes[:0].clone(), 0
+        self.bytes = self.bytes[:0].clone()
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Cut a byte range at the borders of pinned pieces: one copy may not span two."""
-        cuts = [start, *(edge for edge in self.edges if start < edge < stop), stop]
+        cuts = [start, *(edge for edge in self.backing.edges if start < edge < stop), stop]
         return list(itertools.pairwise(cuts))
 
 
@@ -170,19 +248,10 @@ class ImaginedArea(PinnedArea):
 
     def __init__(self) -> None:
         self.reserved = 2**60
-        self.size = 0
-        self.edges = [0]
         self.bytes = torch.empty(self.reserved, dtype=torch.uint8, device="meta")
-        self._pin = False
+        self.backing = Backing(self.bytes, pin=False)
 
 
 def host_area(reserve: int, device: torch.device) -> PinnedArea:
     """The area for the host pool of a layer that attends on `device`, in `reserve` bytes of address space."""
     return ImaginedArea() if device.type == "meta" else PinnedArea(reserve, pin=device.type == "cuda")
-
-
-def _unpin(addresses: list[int]) -> None:
-    if addresses and torch.cuda.is_available():
-        torch.cuda.synchronize()  # kernels in flight may still read the area
-        for address in addresses:
-            torch.cuda.cudart().cudaHostUnregister(address)

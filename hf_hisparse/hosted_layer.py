@@ -18,6 +18,7 @@ from .host_memory import PinnedArea, host_area, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
 from .padding import Padding
+from .pinning_ahead import Wanted
 from .records import RecordLayout
 from .rows import RearrangedRows, lanes_of
 from .selector import LayerShape
@@ -132,6 +133,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.buffer_records = settings.device_buffer_records  # records of the hot buffer, per lane
         self._length = 0
         self._new: NewTokens | None = None
+        self._stored = False  # whether something of the new tokens is where it cannot be taken back from
         self._area: PinnedArea | None = None
 
     # The state of an initialised layer.
@@ -147,11 +149,10 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         """Build pool, buffer and selector state for keys and values of this shape, on their device."""
         shape, layout = self._shape_of(key_states), self.layout_for(key_states, value_states)
         device = shape.device
-        if self._area is None:
-            self._area = host_area(self.settings.reserve_bytes, device)
         if not self._fits(shape, layout):
+            area = self._own_area(device)
             self.layout = layout
-            self.pool = HostPool(shape.batch, shape.heads // layout.heads, layout, device, self._area)
+            self.pool = HostPool(shape.batch, shape.heads // layout.heads, layout, device, area)
             self.buffer = self.new_buffer(shape, layout)
             self.state = self.new_state(shape)
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -245,7 +246,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.grow(self._length + key_states.shape[2])
         keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
         setattr(keys, LAYER_ATTRIBUTE, self)
-        self._new = NewTokens(keys, values, self._length)
+        self._new, self._stored = NewTokens(keys, values, self._length), False
         self._length += key_states.shape[2]
         return keys, values
 
@@ -253,6 +254,18 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def interrupted(self) -> bool:
         """Whether tokens were taken that attention never read."""
         return self._new is not None
+
+    @property
+    def stored(self) -> int | None:
+        """Tokens held without new ones of which nothing was stored; None if attention was interrupted while it stored them."""
+        if self._new is None:
+            return self._length
+        return None if self._stored else self._new.start
+
+    def take_back(self) -> None:
+        """Forget new tokens of which nothing was stored."""
+        if self._new is not None:
+            self._length, self._new = self._new.start, None
 
     def get_seq_length(self) -> int:
         """Tokens held."""
@@ -275,9 +288,13 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def host_bytes_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Host bytes that holding `tokens` tokens of this shape takes, beyond what is held already."""
-        rows = self.pool.host_batch if self._length else key_states.shape[0]
-        held = self._area.size if self._area is not None else 0
-        return max(0, self.host_bytes_of(tokens, rows, key_states, value_states) - held)
+        held = self.host_reserved_nbytes
+        return max(
+            0, self.host_bytes_of(tokens, self._host_batch(key_states), key_states, value_states) - held
+        )
+
+    def _host_batch(self, key_states: torch.Tensor) -> int:
+        return self.pool.host_batch if self._length else key_states.shape[0]
 
     def host_bytes_of(
         self, tokens: int, rows: int, key_states: torch.Tensor, value_states: torch.Tensor
@@ -286,6 +303,34 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         layout = self.layout_for(key_states, value_states)
         lanes = rows * key_states.shape[1] // layout.heads
         return whole_pages(layout.count(tokens) * lanes * layout.nbytes)
+
+    def wanted_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Wanted:
+        """What is to be pinned to hold `tokens` tokens of this shape."""
+        size = self.host_bytes_of(tokens, self._host_batch(key_states), key_states, value_states)
+        return Wanted(self._own_area(key_states.device).backing, size)
+
+    def wanted_to_grow(self, tokens: int) -> Wanted:
+        """The same for tokens like those held."""
+        return Wanted(
+            self.pool.area.backing, whole_pages(self.layout.count(tokens) * self.pool.record_nbytes)
+        )
+
+    def host_bytes_to_grow(self, tokens: int) -> int:
+        """Host bytes that holding `tokens` tokens like those held takes, beyond what is held already."""
+        wanted = self.wanted_to_grow(tokens)
+        return max(0, wanted.size - wanted.backing.size)
+
+    def host_bytes_for_rows(self, batch: int) -> int:
+        """Host bytes that a layer with `batch` rows takes, 0 if it needs no other memory than it has."""
+        if not self._length or batch <= self.pool.host_batch:
+            return 0
+        row = self.pool.record_nbytes // self.pool.host_batch
+        return whole_pages(self.pool.host_rows.shape[1] * row * batch)
+
+    def _own_area(self, device: torch.device) -> PinnedArea:
+        if self._area is None:
+            self._area = host_area(self.settings.reserve_bytes, device)
+        return self._area
 
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
@@ -352,11 +397,13 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def note_padding(self, valid: torch.Tensor | None) -> None:
         """Remember which of the new tokens are padding: `valid` bool ``[batch, new tokens]``, None without a mask."""
+        self._stored = True
         start = self.new_tokens().start
         self.padding.note(start, self._length, valid, self.capacity)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new tokens of a prefill to the host: `keys`, `values` ``[batch, heads, T, width]``, the whole history."""
+        self._stored = True
         first = self.new_tokens().start // self.layout.tokens
         tail = slice(first * self.layout.tokens, None)
         self.pool.write(first, keys[:, :, tail], values[:, :, tail])
@@ -410,6 +457,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the token at `position`: ``[lanes, width]``."""
+        self._stored = True
         self.pool.wait()
         self.buffer.append(keys, values, self.position, self.pool)
 
@@ -613,6 +661,11 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def host_nbytes(self) -> int:
         """Host bytes in use."""
         return self.layout.count(self._length) * self.pool.record_nbytes
+
+    @property
+    def host_reserved_nbytes(self) -> int:
+        """Host bytes held."""
+        return 0 if self._area is None else self._area.size
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.layer_idx}, tokens={self._length})"

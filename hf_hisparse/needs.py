@@ -11,6 +11,7 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from .models.kv_shape import gqa_shape
@@ -31,19 +32,33 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module
     Raises
     ------
     ValueError
-        If the installed transformers does not know the model.
+        If the installed transformers does not know the model, or the configuration names one that is not made of it.
     """
-    names = getattr(config, "architectures", None) or [""]
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
-    known = (mapping[type(config)] for mapping in mappings if type(config) in mapping)
-    architecture: Any = getattr(transformers, names[0], None) or next(known, None)
-    if architecture is None:
-        raise ValueError(
-            f"transformers {transformers.__version__} has no model for the configuration of {config.model_type!r}: give the "
-            "size of its weights (weights)"
-        )
+    architecture = _architecture(config)
     with torch.device("meta"):
         return architecture._from_config(config, dtype=dtype)
+
+
+def _architecture(config: PreTrainedConfig) -> Any:
+    """The class that `config` names, or the one that transformers has for such a configuration."""
+    names = getattr(config, "architectures", None) or [""]
+    named = getattr(transformers, str(names[0]), None)
+    if isinstance(named, type) and issubclass(named, PreTrainedModel):
+        made_from = named.config_class or PreTrainedConfig
+        if not isinstance(config, made_from):
+            raise ValueError(
+                f"config.architectures={names!r} names a model that is made from a {made_from.__name__}, and this is a "
+                f"{type(config).__name__}: correct it, set it to None, or give the size of the weights (weights)"
+            )
+        return named
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
+    known = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+    if known is None:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no model for the configuration of {config.model_type!r} "
+            f"(architectures={names!r}): give the size of its weights (weights)"
+        )
+    return known
 
 
 def weight_bytes(model: torch.nn.Module) -> int:

@@ -289,7 +289,8 @@ def plan(
         caches.insert(0, planner.cache(name, other, chunk, measure, batch, context))
     resident = records * family.page_size >= context
     curve = misses if misses is not None else DSA_MISSES if selects else QUEST_MISSES
-    rate = 0.0 if resident else _miss_rate(curve, records / family.top_k)
+    expected = _miss_rate(curve, records / family.top_k)
+    rate = 0.0 if resident else expected
     read = needs.memory.buffer_bytes // records * family.top_k
     use, advice = _advice(planner, caches, batch, context, buffers)
     return Plan(
@@ -344,10 +345,18 @@ def _weights(size: int | str | None, config: PreTrainedConfig, dtype: torch.dtyp
 def _miss_rate(misses: float | Mapping[float, float] | Stats, multiple: float) -> float:
     """The share that a buffer of `multiple` times what a step reads misses; between points of a curve on a line in logarithms."""
     if isinstance(misses, Stats):
+        if not misses.selected:
+            raise ValueError(
+                "plan: misses=cache.stats() of a cache that has decoded nothing yet: decode some tokens first"
+            )
         return 1 - misses.hit_rate
-    points = sorted(misses.items()) if isinstance(misses, Mapping) else [(1.0, misses)]
-    if not points or not all(size > 0 and 0 <= share <= 1 for size, share in points):
-        raise ValueError(f"plan: misses={misses!r}, must be a share from 0 to 1, or shares by buffer size")
+    points = list(misses.items()) if isinstance(misses, Mapping) else [(1.0, misses)]
+    numbers = all(isinstance(number, int | float) for point in points for number in point)
+    if not points or not numbers or not all(size > 0 and 0 <= share <= 1 for size, share in points):
+        raise ValueError(
+            f"plan: misses={misses!r}, must be a share from 0 to 1, shares by buffer size, or what cache.stats() gives"
+        )
+    points.sort()
     if multiple <= points[0][0]:
         return points[0][1]
     for (low, more), (high, fewer) in itertools.pairwise(points):

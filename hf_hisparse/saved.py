@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,10 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from .enable import decoders_of
+from .fingerprint import layer_devices, model_fingerprint, tensor_checksum
 from .host_memory import format_bytes
 from .hosted_layer import HostedLayer
 from .models.dense import DenseLayer
@@ -38,22 +37,6 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _INDEX = "cache.json"
 _THREADS = 4  # that compute checksums
-_SAMPLES = 64  # elements of each weight that tell one model from another
-# What a configuration says that does not change what a model computes.
-_INCIDENTAL = (
-    "transformers_version",
-    "_name_or_path",
-    "_attn_implementation",
-    "dtype",
-    "architectures",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-)
 
 
 def save(cache: HiSparseCache, path: str | Path) -> None:
@@ -128,16 +111,11 @@ def _store(threads: ThreadPoolExecutor, file: Path, tensors: dict[str, torch.Ten
     if not tensors:
         return {}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    sums = threads.map(_checksum, tensors.values())  # beside writing
+    sums = threads.map(tensor_checksum, tensors.values())  # beside writing
     save_file(tensors, file)
     with file.open("rb") as written:
         os.fsync(written.fileno())
     return dict(zip(tensors, sums, strict=True))
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, zlib.crc32(kind))
 
 
 def _parts_of(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -187,7 +165,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 def check_model(path: Path, content: dict[str, Any], model: PreTrainedModel) -> None:
     """Refuse another model than that which filled the cache (ValueError)."""
-    saved, found = content["model"], fingerprint(model)
+    saved, found = content["model"], model_fingerprint(model)
     for name in ("type", "config", "weights"):
         if saved[name] is not None and saved[name] != found[name]:
             raise ValueError(
@@ -225,7 +203,7 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
         raise ValueError(
             f"{path} was saved with layout={content['layout']!r}, this cache has layout={cache.layout!r}: load it with the former"
         )
-    devices = _layer_devices(model)
+    devices = layer_devices(model)
     tokens = content["tokens"]
     shapes = [
         _blank(layer["states"], tokens, devices.get(index, model.device))
@@ -245,7 +223,7 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
             else:
                 _load_native(layer, blank, tensors, content["layers"][index]["values"])
     masks = _read(path / "padding.safetensors", content["padding"]["checksums"])
-    cache.padding.load(masks, content["padding"]["noted"], cache.capacity, model.device)
+    cache.padding.load(masks, content["padding"]["noted"], cache.capacity, shapes[0][0].device)
     cache._states = {
         index: (*layer["states"][:4], keys.dtype, keys.device)
         for index, (layer, (keys, _)) in enumerate(zip(content["layers"], shapes, strict=True))
@@ -275,7 +253,7 @@ def _read(file: Path, checksums: dict[str, int]) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise _damaged(file, error) from error
     for name, tensor in tensors.items():
-        if _checksum(tensor) != checksums[name]:
+        if tensor_checksum(tensor) != checksums[name]:
             raise _damaged(file, f"wrong checksum of {name}")
     return tensors
 
@@ -298,19 +276,6 @@ def _load_native(
         setattr(layer, name, tensor.to(blank[0].device, copy=True))
 
 
-def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where each layer of the decoder attends."""
-    modules = (module for decoder in decoders_of(model) for module in decoder.modules())
-    devices = {}
-    for module in modules:
-        index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
-        if isinstance(index, int) and parameter is not None:
-            hook = getattr(module, "_hf_hook", None)
-            place = getattr(hook, "execution_device", None) if parameter.is_meta else None
-            devices[index] = parameter.device if place is None else torch.device(place)
-    return devices
-
-
 def _described(selector: Selector) -> dict[str, Any]:
     """What of a selector decides what is stored."""
     return {
@@ -318,32 +283,3 @@ def _described(selector: Selector) -> dict[str, Any]:
         "page_size": selector.page_size,
         "dense_layers": selector.dense_layers,
     }
-
-
-def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells a model from others: its type, and checksums of its configuration and of some elements of each weight."""
-    return fingerprint_of_config(model.config) | {"weights": _checksum_of("".join(_samples(model)))}
-
-
-def fingerprint_of_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The same without the weights."""
-    essential = json.dumps(_essential(config.to_dict()), sort_keys=True, default=str)
-    return {"type": config.model_type, "config": _checksum_of(essential), "weights": None}
-
-
-def _checksum_of(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def _essential(config: Any) -> Any:
-    if not isinstance(config, dict):
-        return config
-    return {str(name): _essential(value) for name, value in config.items() if name not in _INCIDENTAL}
-
-
-def _samples(model: PreTrainedModel) -> Iterator[str]:
-    for name, weight in sorted([*model.named_parameters(), *model.named_buffers()]):
-        if not weight.is_meta:
-            flat = weight.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].cpu().contiguous()
-            yield f"{name} {list(weight.shape)} {_checksum(some)}\n"

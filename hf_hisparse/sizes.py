@@ -65,7 +65,9 @@ def memory_of(layers: list[Any], padding: Padding) -> Memory:
         + sum(layer.kv_nbytes for layer in resident)
         + sum(tensor.nbytes for layer in other for tensor in _tensors(layer)),
         host_bytes=sum(layer.host_nbytes for layer in hosted),
-        host_reserved_bytes=sum(layer.pool.area.size for layer in hosted),
+        host_reserved_bytes=sum(
+            layer.host_reserved_nbytes for layer in layers if isinstance(layer, HostedLayer)
+        ),
     )
 
 

@@ -212,6 +212,7 @@ class LatentLayer(HostedLayer):
             if output is not result:
                 output[:, first:last] = result
         assert output is not None
+        self._stored = True
         self.pool.write_records(self.new_tokens().start, rows[:, self.new_tokens().start :])
         self._warm(masks.readable(indices[:, -1:], count - 1)[:, 0], rows)
         return output

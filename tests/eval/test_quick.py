@@ -17,7 +17,19 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     "name",
-    ["kernels", "throughput", "prefetch", "long_prompt", "prefill", "capacity", "msa", "policies", "pinning"],
+    [
+        "kernels",
+        "throughput",
+        "prefetch",
+        "long_prompt",
+        "prefill",
+        "capacity",
+        "small_card",
+        "growth",
+        "msa",
+        "policies",
+        "pinning",
+    ],
 )
 def test_quick(name, tmp_path):
     if name == "policies":

@@ -249,8 +249,8 @@ def test_a_copied_model_runs_its_own_forward():
     enable(model)
     twin = copy.deepcopy(model)
     assert isinstance(twin.forward, ReplayingForward)
-    assert twin.forward.model is twin
-    assert twin.forward.forward.__self__ is twin
+    assert twin.forward._model() is twin
+    assert twin.forward._forward_of(twin).__self__ is twin
     disable(twin)
     assert "forward" not in vars(twin)
     assert isinstance(model.forward, ReplayingForward)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from unittest import mock
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_hisparse import HiSparseCache, Quest
+from hf_hisparse.native import trim
 from tests.models import prompt
 
 HEADS, WIDTH = 2, 16  # of the qwen3 in tests/models.py, which has 4 layers
@@ -227,3 +230,48 @@ def test_tables_for_people(model):
     assert len(stats.splitlines()) == 1 + 2 + 1
     assert f"{cache.stats().hit_rate:.2%}" in stats
     assert "410 tokens" in repr(cache)
+
+
+def _native_storage(cache: HiSparseCache) -> int:
+    """Bytes of memory, not of views of it, that transformers' own layers keep."""
+    layers = [layer for layer in cache.layers if type(layer).__module__.startswith("transformers")]
+    assert layers
+    return sum(rows.untyped_storage().nbytes() for layer in layers for rows in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("name", ["qwen3_sliding", "gemma3"])
+def test_sliding_layers_keep_no_more_than_their_window(twins, device, name):
+    """transformers' own keep a view of all keys and values of a call until the next one."""
+    native, model = twins(name, device)
+    cache = HiSparseCache(model, Quest(512, 4, dense_layers=0))
+    own = DynamicCache(config=native.config)
+    with torch.no_grad():
+        for rows in (300, 1, 100, 1):
+            ids = prompt(2, rows, rows, device)
+            model(ids, past_key_values=cache)
+            native(ids, past_key_values=own)
+            memory = cache.memory()
+            assert memory.native_bytes * 0.99 <= _native_storage(cache) <= memory.native_bytes * 9 / 8
+    for layer, other in zip(cache.layers, own.layers, strict=True):
+        if type(layer) is type(other):
+            torch.testing.assert_close(layer.keys, other.keys, atol=1e-4, rtol=0)
+            torch.testing.assert_close(layer.values, other.values, atol=1e-4, rtol=0)
+
+
+def test_cropped_sliding_layers_keep_no_more_than_is_left(twins, device):
+    _, model = twins("qwen3_sliding", device)
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    with torch.no_grad():
+        model(prompt(2, 45, device=device), past_key_values=cache)  # less than a window
+    cache.crop(-35)
+    assert _native_storage(cache) <= cache.memory().native_bytes * 9 / 8
+
+
+def test_a_decode_step_copies_no_window(twins, device):
+    _, model = twins("qwen3_sliding", device)
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    with torch.no_grad():
+        model(prompt(2, 100, device=device), past_key_values=cache)
+        with mock.patch.object(torch.Tensor, "clone", side_effect=AssertionError):
+            trim(cache.layers[0])
+            model(prompt(2, 1, device=device), past_key_values=cache)

@@ -286,8 +286,12 @@ def test_too_little_for_a_turn_changes_nothing(twins, device):
             MemoryError, match=r"1100 tokens of 2 rows need at least .* device memory.*selector state"
         ):
             model(prompt(2, 800, 1, device), past_key_values=cache)
-        with pytest.raises(MemoryError, match=r"tokens of 14 rows need at least"):
-            cache.batch_repeat_interleave(7)
+        for change in (
+            lambda: cache.batch_repeat_interleave(7),
+            lambda: cache.reorder_cache(torch.arange(2).repeat(7)),
+        ):
+            with pytest.raises(MemoryError, match=r"tokens of 14 rows need at least"):
+                change()
         assert cache.memory() == before and cache.get_seq_length() == 300
         ours = model(prompt(2, 9, 1, device), past_key_values=cache).logits
         other = HiSparseCache(model, SELECTOR)

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
+import io
+import os
+import pickle
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
+from tests.dsa_models import dsa_twins
 from tests.models import build, prompt
+from tests.msa_models import msa_twins
+
+# Of each family, which changes different modules.
+FAMILIES = {
+    "qwen3": (lambda: build("qwen3"), Quest(32, 4)),
+    "glm": (lambda: copy.deepcopy(dsa_twins("glm_FSSF", "cpu").native), None),
+    "msa": (lambda: copy.deepcopy(msa_twins("one_group", "cpu").native), None),
+}
 
 
 @pytest.mark.parametrize("base", ["sdpa", "eager"])
@@ -107,3 +124,90 @@ def test_two_models_do_not_share_the_switch():
     one, other = build("qwen3"), build("llama")
     enable(one)
     assert other.config._attn_implementation == "sdpa"
+
+
+def _answer(model, selector) -> torch.Tensor:
+    return model.generate(
+        prompt(1, 90), past_key_values=HiSparseCache(model, selector), do_sample=False, max_new_tokens=6
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_enabled_model_goes_at_once(family):
+    """It is in no reference cycle, so its memory is not left to the garbage collector."""
+    make, selector = FAMILIES[family]
+    model = make()
+    _answer(model, selector)
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("copies", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_runs_its_own_modules(family, copies):
+    make, selector = FAMILIES[family]
+    model = make()
+    enable(model)
+    expected = _answer(model, selector)
+    if copies == "torch.save":
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    else:
+        twin = copy.deepcopy(model) if copies == "deepcopy" else pickle.loads(pickle.dumps(model))
+    del model
+    gc.collect()
+    assert torch.equal(_answer(twin, selector), expected)
+    disable(twin)
+    cold = twin.generate(prompt(1, 90), do_sample=False, max_new_tokens=6)
+    assert torch.equal(cold, make().generate(prompt(1, 90), do_sample=False, max_new_tokens=6))
+
+
+def test_a_saved_enabled_model_in_another_process(tmp_path):
+    """Which has not imported the library before."""
+    make, _ = FAMILIES["glm"]
+    model = make()
+    expected = _answer(model, None)
+    torch.save(model, tmp_path / "model.pt")
+    script = (
+        "import torch\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "from tests.hf_hisparse.test_enable import _answer\n"
+        "print(_answer(model, None)[0].tolist())\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(expected[0].tolist())
+
+
+def test_forward_keeps_its_signature(model):
+    before = inspect.signature(model.forward)
+    enable(model)
+    assert inspect.signature(model.forward) == before
+
+
+def test_a_method_of_a_model_that_is_gone():
+    model = build("qwen3")
+    enable(model)
+    forward = model.forward
+    del model
+    with pytest.raises(ReferenceError, match="keep the model"):
+        forward(prompt(1, 5))
+
+
+@pytest.mark.parametrize("pickles", [pickle.dumps, copy.copy, lambda cache: torch.save(cache, io.BytesIO())])
+def test_a_cache_cannot_be_pickled(model, pickles):
+    cache = HiSparseCache(model, Quest(32, 4))
+    with pytest.raises(TypeError, match=r"cache\.save\(path\).*HiSparseCache\.load"):
+        pickles(cache)
+    copy.deepcopy(cache)

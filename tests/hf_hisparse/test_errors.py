@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
+from hf_hisparse.hosted_layer import HostedLayer
 from tests.models import build, prompt
 from tests.oracle import quest_oracle
 
@@ -138,11 +140,9 @@ def test_attention_that_decode_does_not_compute(device, name):
     enable(model)
     argument = {"softcap": "softcap=", "sinks": "s_aux="}[name]
     for _ in range(2):  # the first call stops within; a second must not take its remains for a history
-        with pytest.raises((ValueError, RuntimeError), match=rf"({argument}.*DynamicCache|cache\.reset\(\))"):
+        with pytest.raises(ValueError, match=rf"{argument}.*DynamicCache"):
             model.generate(prompt(1, 100, device=device), past_key_values=cache, max_new_tokens=3)
-    cache.reset()
-    with pytest.raises(ValueError, match=rf"{argument}.*DynamicCache"):
-        model.generate(prompt(1, 100, device=device), past_key_values=cache, max_new_tokens=3)
+        assert cache.get_seq_length() == 0
     model.generate(prompt(1, 100, device=device), max_new_tokens=3)
 
 
@@ -202,6 +202,8 @@ def test_an_error_in_the_middle_of_a_forward(model, place, rows):
         model(ids, past_key_values=cache)
     if place == "layers.3.self_attn.o_proj":  # all layers have taken the tokens: nothing is amiss
         assert {layer.get_seq_length() for layer in cache.layers} == {300 + rows}
+    elif place in ("layers.1", "layers.2"):  # no hosted layer has: they are taken back
+        _assert_unchanged(model, cache)
     else:
         for use in (
             lambda: model(ids, past_key_values=cache),
@@ -216,6 +218,95 @@ def test_an_error_in_the_middle_of_a_forward(model, place, rows):
     with torch.no_grad():
         model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
     _assert_unchanged(model, cache)
+
+
+def _asks_for_softcap(module, args, kwargs):
+    return args, {**kwargs, "softcap": 30.0}
+
+
+def _refused_calls(model, rows: int, held: int):
+    """Calls that the first hosted layer refuses: error, and what makes the call."""
+    device = str(model.device)
+    ids = prompt(2, rows, device=device)
+
+    def mask(shape, cache):
+        return model(
+            ids, attention_mask=torch.ones(shape, dtype=torch.bool, device=device), past_key_values=cache
+        )
+
+    def softcap(cache):
+        attention = model.model.layers[2].self_attn
+        with attention.register_forward_pre_hook(_asks_for_softcap, with_kwargs=True):
+            model(ids, past_key_values=cache)
+
+    def no_memory(cache):
+        with mock.patch.object(
+            cache.hosted_layers[0], "history", side_effect=torch.OutOfMemoryError("none left")
+        ):
+            model(ids, past_key_values=cache)
+
+    def no_host_memory(cache):
+        with mock.patch.object(cache.hosted_layers[0], "grow", side_effect=MemoryError("none left")):
+            model(ids, past_key_values=cache)
+
+    calls = {
+        "a mask for each head": (ValueError, lambda cache: mask((2, 4, rows, held + rows), cache)),
+        "softcap": (ValueError, softcap),
+        "the driver refuses to pin": (MemoryError, no_host_memory),
+    }
+    if rows > 32:
+        calls["no memory for attention"] = (torch.OutOfMemoryError, no_memory)
+    return calls
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_what_the_first_hosted_layer_refuses_is_taken_back(model, rows):
+    """By then the dense layers before it have taken the tokens."""
+    for error, call in _refused_calls(model, rows, 300).values():
+        cache = _prefilled(model)
+        before = cache.memory()
+        with pytest.raises(error), torch.no_grad():
+            call(cache)
+        assert cache.memory() == before
+        _assert_unchanged(model, cache)
+
+
+def test_an_empty_cache_stays_empty(model):
+    """The next prompt may have another shape."""
+    device = str(model.device)
+    for name, (error, call) in _refused_calls(model, 40, 0).items():
+        cache = HiSparseCache(model, SELECTOR)
+        with pytest.raises(error), torch.no_grad():
+            call(cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {0}, name
+        with torch.no_grad():
+            ours = model(prompt(3, 70, device=device), past_key_values=cache).logits
+            fresh = HiSparseCache(model, SELECTOR)
+            assert torch.equal(ours, model(prompt(3, 70, device=device), past_key_values=fresh).logits)
+            step = prompt(3, 1, device=device)
+            ours = model(step, past_key_values=cache).logits
+            assert torch.equal(ours, model(step, past_key_values=fresh).logits)
+
+
+def test_a_sliding_window_cannot_be_taken_back(twins, device):
+    """What it held before is gone, so the cache asks for a reset; an empty one has lost nothing."""
+    _, model = twins("gemma3", device)
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0))
+    assert not isinstance(cache.layers[0], HostedLayer)
+    ids = prompt(2, 60, device=device)
+    fails = mock.patch.object(
+        cache.hosted_layers[0], "history", side_effect=torch.OutOfMemoryError("none left")
+    )
+    with torch.no_grad():
+        for _ in range(2):
+            with fails, pytest.raises(torch.OutOfMemoryError):
+                model(ids, past_key_values=cache)
+            assert {layer.get_seq_length() for layer in cache.layers} == {0}
+        model(ids, past_key_values=cache)
+        with fails, pytest.raises(torch.OutOfMemoryError):
+            model(ids, past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"did not finish.*cache\.reset\(\)"):
+            model(ids, past_key_values=cache)
 
 
 def test_an_error_within_attention(model, monkeypatch):

@@ -59,16 +59,42 @@ def test_too_little_for_the_next_turn(model):
         assert torch.equal(ours, model(prompt(8, 9, seed=1, device=device), past_key_values=fresh).logits)
 
 
-def test_too_little_for_copies(model):
+MORE_ROWS = {
+    "repeat": lambda cache, times: cache.batch_repeat_interleave(times),
+    "reorder": lambda cache, times: cache.reorder_cache(torch.arange(2).repeat_interleave(times)),
+    "select": lambda cache, times: cache.batch_select_indices(torch.arange(2).repeat_interleave(times)),
+}
+
+
+@pytest.mark.parametrize("change", MORE_ROWS)
+def test_too_little_for_more_rows(model, change):
+    """Nothing has changed then; and what is allowed is never exceeded."""
     device = str(model.device)
-    cache = HiSparseCache(model, SELECTOR, host_memory="8MiB")
+    free = HiSparseCache(model, SELECTOR)
     with torch.no_grad():
-        model(prompt(2, 900, device=device), past_key_values=cache)
-        with pytest.raises(MemoryError, match="16 copies of each row"):
-            cache.batch_repeat_interleave(16)
-        assert {layer.get_seq_length() for layer in cache.layers} == {900}
-        model(prompt(2, 1, device=device), past_key_values=copy.deepcopy(cache))
-        model(prompt(2, 1, device=device), past_key_values=cache)
+        model(prompt(2, 900, device=device), past_key_values=free)
+        held = free.memory().host_reserved_bytes  # of 2 layers
+        # Three times as many rows, and one layer's old memory beside the new.
+        enough = HiSparseCache(model, SELECTOR, host_memory=held * 3 + held // 2)
+        little = HiSparseCache(model, SELECTOR, host_memory=held * 3 + held // 2 - 5 * 4096)
+        for cache in (enough, little):
+            model(prompt(2, 900, device=device), past_key_values=cache)
+        with pytest.raises(MemoryError, match=r"tokens of 6 rows need .* more host memory"):
+            MORE_ROWS[change](little, 3)
+        assert little.memory() == free.memory()
+        assert {layer.get_seq_length() for layer in little.layers} == {900}
+        MORE_ROWS[change](enough, 3)
+        assert enough.memory().host_reserved_bytes == pytest.approx(3 * held, abs=5 * 4096)
+        MORE_ROWS[change](free, 3)
+        step = prompt(6, 1, device=device)
+        assert torch.equal(
+            model(step, past_key_values=enough).logits, model(step, past_key_values=free).logits
+        )
+        model(prompt(2, 1, device=device), past_key_values=copy.deepcopy(little))
+        model(prompt(2, 1, device=device), past_key_values=little)
+        # Fewer rows and then as many as there were take nothing new.
+        little.batch_select_indices(torch.tensor([1]))
+        little.reorder_cache(torch.tensor([0, 0]))
 
 
 def test_growth_keeps_what_is_held(twins, device):

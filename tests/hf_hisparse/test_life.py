@@ -6,6 +6,8 @@ import copy
 import gc
 import mmap
 import weakref
+from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -44,36 +46,6 @@ def test_touch_touches_nothing_else():
     assert (content[:4096] == 7).all() and (content[8192:] == 7).all()
 
 
-class Driver:
-    """Stands in for the CUDA runtime: notes what is pinned, and refuses when told to."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.refuses = False
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if self.refuses:
-            return 2
-        self.pinned[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
-
-    def cudaGetLastError(self) -> int:
-        return 2
-
-
-@pytest.fixture
-def driver(monkeypatch) -> Driver:
-    driver = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    return driver
-
-
 @pytest.mark.parametrize("how", ["close", "del"])
 def test_pinned_memory_is_given_back(driver, how):
     area = PinnedArea(256 * MIB, pin=True)
@@ -101,6 +73,17 @@ def test_pinning_refused(driver):
     with pytest.raises(MemoryError, match=r"refused to pin 7\.00 MiB .*\(error 2; .* available\).*ulimit -l"):
         area.grow(8 * MIB)
     assert area.size == MIB == sum(driver.pinned.values())
+
+
+def test_pinning_refused_in_a_torch_that_does_not_forget_errors(driver, monkeypatch):
+    """Its next kernel takes the error, so that no other call is blamed for it."""
+    plain = SimpleNamespace(cudaHostRegister=driver.cudaHostRegister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: plain)
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=RuntimeError("CUDA error: out of memory")))
+    driver.refuses = True
+    with pytest.raises(MemoryError, match="refused to pin"):
+        PinnedArea(64 * MIB, pin=True).grow(MIB)
+    assert torch.zeros.call_args == mock.call(1, device="cuda")
 
 
 def _filled(model, selector=SELECTOR) -> HiSparseCache:

@@ -212,12 +212,21 @@ def test_a_row_of_padding_in_a_long_generation():
 
 
 def test_positions_beyond_the_tokens(model):
+    """They are refused before anything is stored: the cache is as before."""
     cache, ids = HiSparseCache(model), prompt(1, 60, device=str(model.device))
+    fresh = HiSparseCache(model)
     positions = torch.arange(60, device=ids.device)[None] + 3
     with pytest.raises(
         ValueError, match=r"position_ids give 3 to token 0 of batch row 0.*leave position_ids out"
     ):
         _logits(model, ids, cache, position_ids=positions)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(_logits(model, ids, cache), _logits(model, ids, fresh))
+    for rows in (5, 50):
+        with pytest.raises(ValueError, match=r"position_ids give 63 to token 60"):
+            _logits(model, ids[:, :rows], cache, position_ids=positions[:, :rows] + 60)
+        assert {layer.get_seq_length() for layer in cache.layers} == {60}
+    assert torch.equal(_logits(model, ids[:, :1], cache), _logits(model, ids[:, :1], fresh))
 
 
 @pytest.mark.parametrize("memory", ["1MB", "2GiB"])

@@ -15,6 +15,7 @@ from transformers import AutoConfig, DynamicCache, Qwen3Config
 from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.__main__ import main
 from hf_hisparse.limits import Call
+from hf_hisparse.needs import empty_model
 from hf_hisparse.planner import QUEST_MISSES, _miss_rate
 from hf_hisparse.sizes import Buffers
 from tests.dsa_models import dsa_twins
@@ -224,9 +225,38 @@ def test_miss_rates_between_points():
     assert rates[0] == rates[1] == QUEST_MISSES[1.0] and rates[-2] == rates[-1] == QUEST_MISSES[8.0]
     assert rates[3] == QUEST_MISSES[2.0] and QUEST_MISSES[2.0] < rates[2] < QUEST_MISSES[1.5]
     assert all(fewer <= more for more, fewer in itertools.pairwise(rates))
-    for wrong in (1.5, -0.1, {}, {0: 0.5}):
+    for wrong in (1.5, -0.1, {}, {0: 0.5}, float("nan"), "0.1", [0.1], {"a": 1}, {1: None}):
         with pytest.raises(ValueError, match="misses="):
             _miss_rate(wrong, 2)
+
+
+def test_misses_that_a_cache_has_counted(twins):
+    _, model = twins("qwen3", "cpu")
+    cache = HiSparseCache(model, Quest(32, 4))
+    sizes = dict(context=100_000, device_memory="700MiB")
+    with torch.no_grad():
+        model(prompt(1, 300), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"misses=cache\.stats\(\).*decoded nothing yet"):
+            plan(model.config, Quest(32, 4), misses=cache.stats(), **sizes)
+        model(prompt(1, 30), past_key_values=cache)
+    planned = plan(model.config, Quest(32, 4), misses=cache.stats(), **sizes)
+    assert not planned.resident and planned.miss_rate == 1 - cache.stats().hit_rate > 0
+
+
+def test_a_configuration_that_names_no_model():
+    """Its class says which one it is."""
+    config = _config(2)
+    for names in (None, [], ["Unheard"], ["torch"], ["AutoModel"]):
+        config.architectures = names
+        assert type(empty_model(config, torch.bfloat16)).__name__ == "Qwen3ForCausalLM"
+
+
+def test_a_configuration_that_names_another_model():
+    config = _config(3)
+    config.architectures = ["LlamaForCausalLM"]
+    with pytest.raises(ValueError, match=r"architectures=\['LlamaForCausalLM'\].*LlamaConfig.*Qwen3Config"):
+        plan(config, context=1000, device_memory="80GiB")
+    assert plan(config, context=1000, device_memory="80GiB", weights="8GiB").weights == 8 * GIB
 
 
 @pytest.mark.parametrize("wrong", [dict(context=0), dict(context=8, batch=-1), dict(context=8.0)])

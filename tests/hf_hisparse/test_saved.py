@@ -10,6 +10,8 @@ import zlib
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModelForCausalLM
 
 from hf_hisparse import HiSparseCache, Quest, enable
 from tests.dsa_models import DSA_MODELS, dsa_twins
@@ -126,6 +128,54 @@ def test_from_a_configuration(model, tmp_path):
     cache.save(tmp_path / "prefix")
     HiSparseCache.load(tmp_path / "prefix", model)
     assert full.fingerprint["weights"] is not None
+
+
+OFFLOADS = {
+    "cpu": lambda model, folder: cpu_offload(model, torch.device("cpu")),
+    "disk": lambda model, folder: disk_offload(model, folder, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_an_offloaded_model(offload, tied, tmp_path):
+    """Its weights are on the meta device; it is the same model, and its layers attend where its hooks bring them."""
+    config = build("qwen3").config
+    config.tie_word_embeddings = tied
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    other = perturbed(model, 1e-3)
+    cache = _prefilled(model, SELECTOR)
+    cache.save(tmp_path / "prefix")
+    offloaded = OFFLOADS[offload](copy.deepcopy(model), str(tmp_path / "weights"))
+    assert all(weight.is_meta for weight in offloaded.parameters())
+    loaded = HiSparseCache.load(tmp_path / "prefix", offloaded)
+    assert {layer.position.device.type for layer in loaded.hosted_layers} == {"cpu"}
+    # The masks of tokens held come along, so left padding must still be known.
+    ids, mask = prompt(2, 40), torch.ones((2, cache.get_seq_length() + 40), dtype=torch.long)
+    mask[0, :7] = 0
+    with torch.no_grad():
+        ours = offloaded(ids, attention_mask=mask, past_key_values=loaded).logits
+        assert torch.equal(ours, model(ids, attention_mask=mask, past_key_values=cache).logits)
+    loaded.save(tmp_path / "again")
+    HiSparseCache.load(tmp_path / "again", model)
+    with pytest.raises(ValueError, match="another model: its weights"):
+        HiSparseCache.load(tmp_path / "prefix", OFFLOADS[offload](other, str(tmp_path / "others")))
+
+
+def test_a_model_without_weights(model, saved):
+    """A model on the meta device, of which the saved cache knows no weights either, is refused."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(ValueError, match="another model: its weights"):
+        HiSparseCache.load(saved, empty)
+    outer = json.loads((saved / "cache.json").read_text())
+    content = json.loads(outer["content"])
+    content["model"]["weights"] = None
+    outer["content"] = json.dumps(content)
+    outer["checksum"] = zlib.crc32(outer["content"].encode())
+    (saved / "cache.json").write_text(json.dumps(outer))
+    with pytest.raises(ValueError, match=r"layer 0 are on the meta device.*load the model with its weights"):
+        HiSparseCache.load(saved, empty)
 
 
 @pytest.fixture
