@@ -33,8 +33,8 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.answers import Clock
-from eval.capacity.__main__ import play_traces
 from eval.environment import free_memory, write_csv
+from eval.selections import Synthetic, play
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.host_memory import parse_bytes
@@ -137,11 +137,14 @@ def _peaks() -> dict[str, int]:
     }
 
 
-def with_trace(cache: HiSparseCache, prompt: int, steps: int) -> None:
+def with_trace(cache: HiSparseCache, quest: Quest, prompt: int, steps: int) -> None:
     """Go back to the end of the prompt, and let a synthetic trace of `steps` steps select from now on."""
     cache.crop(prompt - 1 - cache.get_seq_length())  # its last token is what `generate` begins with
     cache.graphs.forget()  # they select for themselves
-    play_traces(cache, prompt, steps)
+    layers, workload = cache.sparse_layers, Synthetic(quest)
+    heads, slots, device = layers[0].pool.heads, layers[0].buffer_records, layers[0].position.device
+    selections = workload.of_layer(0, 1, heads, prompt, steps, slots, device)  # the same in all layers
+    play(cache, {layer.layer_idx: selections for layer in layers})
 
 
 def main() -> None:
@@ -214,7 +217,7 @@ def main() -> None:
     run(cache, "quest")
     print(cache, flush=True)
     if not (args.no_trace or rows[-1]["error"]):
-        with_trace(cache, args.tokens, sum(turn.answer for turn in turns))
+        with_trace(cache, quest, args.tokens, sum(turn.answer for turn in turns))
         run(cache, "trace")
     print(f"written: {args.output}")
 
