@@ -214,7 +214,7 @@ class HiSparseCache(Cache):
         self.padding.reset()
         for layer in self.hosted_layers:
             layer.close()
-        self._ahead.wait()  # it stops where it is, now that the memory is released
+        self._ahead.wait()  # its thread stops at the piece it is at, and gives that back
         self._stream = HistoryStream([])
         self._layers = None
 

@@ -137,7 +137,7 @@ class Backing:
     def release(self) -> None:
         """Unpin everything, for good; a thread that is just extending it does that at its end.
 
-        It never waits: garbage collection may call it, in any thread.
+        It does not wait for that thread: garbage collection may call it, in that very thread too.
         """
         self._released = True
         self._unpin()
