@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from eval.decoding import Run
 from hf_hisparse.models.family import Family
 from hf_hisparse.needs import CONTEXT_BYTES, activation_bytes
-from hf_hisparse.sizes import Sizes, largest, whole_records, with_room
+from hf_hisparse.sizes import Buffers, Sizes, largest, whole_records, with_room
 from hf_hisparse.stats import Memory
 
 
@@ -62,7 +62,8 @@ class Card:
         tokens = run.device_buffer_tokens
         if run.cache == "hisparse-resident":
             tokens = whole_records(self.family, run.room)
-        return self.sizes.memory(batch, run.context, self._capacity(run), tokens // self.family.page_size)
+        buffers = Buffers(tokens // self.family.page_size)
+        return self.sizes.memory(batch, run.context, self._capacity(run), buffers)
 
     def _capacity(self, run: Run) -> int:
         return whole_records(self.family, with_room(run.context))
@@ -70,6 +71,6 @@ class Card:
     def buffer_tokens(self, run: Run) -> int:
         """The largest hot buffers beside this batch, at least those asked, at most for everything."""
         left = self.device - self.beside(run.batch, run.room)
-        records = self.sizes.most_records(run.batch, self._capacity(run), left)
-        most = max(run.device_buffer_tokens, records * self.family.page_size)
+        found = self.sizes.largest_buffers(run.batch, self._capacity(run), left, hosted=False)
+        most = max(run.device_buffer_tokens, found.records * self.family.page_size if found else 0)
         return min(most, whole_records(self.family, run.room))

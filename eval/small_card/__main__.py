@@ -217,7 +217,7 @@ def main() -> None:
     run(cache, "quest")
     print(cache, flush=True)
     if not (args.no_trace or rows[-1]["error"]):
-        with_trace(cache, quest, args.tokens, sum(turn.answer for turn in turns))
+        with_trace(cache, quest, args.tokens, sum(map(sum, turns)))
         run(cache, "trace")
     print(f"written: {args.output}")
 

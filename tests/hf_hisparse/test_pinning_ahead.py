@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -265,7 +266,10 @@ def test_a_program_ends_while_memory_is_pinned(tmp_path):
         "PinningAhead().start([Wanted(area.backing, 2**20)] * 2, torch.device('cpu'), 2)\n"
         "print('done')\n"
     )
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
 
 
