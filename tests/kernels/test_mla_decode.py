@@ -76,7 +76,10 @@ class Case(NamedTuple):
         selected = inputs["selection"] >= 0
         rows = inputs["buffer"][owner, inputs["slots"].clamp(min=0).long()]
         rows = rows.masked_fill(~selected[:, :, None], 0.0)[:, None]
-        torch.use_deterministic_algorithms(False)  # torch pads masks, and lets what it has not written count
+        # On a GPU torch pads a mask to a multiple of 8 with what it has not written, and lets that count.
+        missing = -selected.shape[1] % 16
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        selected = torch.nn.functional.pad(selected, (0, missing))
         return torch.nn.functional.scaled_dot_product_attention(
             inputs["query"][:, :, None],
             rows.expand(-1, self.query.shape[1], -1, -1),
