@@ -59,6 +59,14 @@ class Growth(NamedTuple):
     buffers: Buffers
 
 
+def free_device_memory(device: torch.device) -> int:
+    """Bytes that tensors may still take on a GPU, within this process's share (`torch.cuda.set_per_process_memory_fraction`)."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return min(free, int(share * total) - reserved) + reserved - torch.cuda.memory_allocated(device)
+
+
 class DeviceLimit:
     """The device memory that a cache may take, all of it: hot buffers, selector state, tables, and layers that stay there.
 
@@ -102,14 +110,11 @@ class DeviceLimit:
             return self.size
         if call.device.type != "cuda":
             return held.device_bytes + available_host_memory() // 2
-        free = torch.cuda.mem_get_info(call.device)[0]
-        unused = torch.cuda.memory_reserved(call.device) - torch.cuda.memory_allocated(call.device)
+        free = free_device_memory(call.device)
         activations = activation_bytes(
             self.sizes.config, call.batch, call.rows, total, call.dtype, self.prefill_memory
         )
-        return (
-            held.device_bytes + free + unused - (activations - CONTEXT_BYTES)
-        )  # the context is there already
+        return held.device_bytes + free - (activations - CONTEXT_BYTES)  # the context is there already
 
     def buffers(self, held: Memory, call: Call, capacity: int, hosted: bool | None) -> Buffers | None:
         """What a cache with room for `capacity` tokens keeps on the device (see `Sizes.largest_buffers`)."""

@@ -12,6 +12,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.hot_buffer import HotBuffer
+from hf_hisparse.limits import free_device_memory
 from hf_hisparse.records import RecordLayout
 from hf_hisparse.sizes import Sizes, whole_records, with_room
 from tests.dsa_models import dsa_twins
@@ -305,6 +306,21 @@ def test_auto(model):
     model.generate(ids, past_key_values=cache, max_new_tokens=5)
     assert cache.stats().misses == 0
     assert "device_memory=auto" in repr(cache)
+
+
+def test_auto_keeps_to_the_share_of_this_process(monkeypatch):
+    gib = 2**30
+    for name, value in (
+        ("mem_get_info", (60 * gib, 80 * gib)),
+        ("memory_reserved", 10 * gib),
+        ("memory_allocated", 7 * gib),
+        ("get_per_process_memory_fraction", 0.25),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value, raising=False)
+    device = torch.device("cuda", 0)
+    assert free_device_memory(device) == 20 * gib - 7 * gib  # a quarter of 80, less what tensors hold
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
+    assert free_device_memory(device) == 60 * gib + 3 * gib  # what is free, and what torch holds unused
 
 
 def _wide_model() -> Qwen3ForCausalLM:
