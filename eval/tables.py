@@ -63,20 +63,82 @@ def capacity(rows: list[Row]) -> Lines:
 def kernels(rows: list[Row]) -> Lines:
     """A line per measurement, with what stands beside its time."""
     yield (
-        "what", "lanes x misses", "record, bytes", "us (spread)", "GB/s", "link floor", "copy engine", "memory floor", "goal",
-        "of the slower part",
+        "what", "lanes x misses", "read of slots", "record, bytes", "us (spread)", "GB/s", "link floor", "copy engine",
+        "memory floor", "goal", "of the slower part",
     )  # fmt: skip
     for row in rows:
         misses = row.get("misses_per_lane")
         yield (
-            row["what"],
-            row["lanes"] + (f" x {float(misses):.0f}" if misses else ""),
+            row["what"] + (f", {row['heads']} heads" if row.get("heads") else ""),
+            row["lanes"] + (f" x {_digits(misses)}" if misses else ""),
+            f"{int(row['k']):,}" + (f" of {int(row['slots']):,}" if row.get("slots") else ""),
             f"{int(row['record_bytes']):,}",
             f"{_digits(row['us'])} ({_digits(row['us_spread'])})",
-            _digits(row["GB_per_s"]),
+            _digits(row.get("GB_per_s")),
             *(_digits(row.get(name)) for name in ("link_floor_us", "copy_engine_us", "memory_floor_us")),
             _digits(row.get("goal_us")),
             _digits(row.get("times_slower_part")),
+        )
+
+
+def prefetch(rows: list[Row]) -> Lines:
+    """A line per history; the IO that a step waits for is what it takes over a step without any."""
+    ways = ("resident", "oracle", "synchronous", "prefetch")
+    yield (
+        "history x batch",
+        *(f"{way}, ms" for way in ways),
+        "IO waited for, ms: synchronous, prefetch",
+        "hidden",
+    )
+    for place in dict.fromkeys((row["history"], row["batch"]) for row in rows):
+        ms = {
+            row["way"]: float(row["ms_per_step"]) for row in rows if (row["history"], row["batch"]) == place
+        }
+        waited, left = (ms[way] - ms["oracle"] for way in ("synchronous", "prefetch"))
+        yield (
+            f"{int(place[0]):,} x {place[1]}",
+            *(_digits(ms[way]) for way in ways),
+            f"{waited:.2f}, {left:.2f}",
+            f"{1 - left / waited:.0%}" if waited > 0 else "",
+        )
+
+
+def small_card(rows: list[Row]) -> Lines:
+    """A line per turn: its times and its peaks."""
+    yield (
+        "cache, selection", "turn", "tokens then", "prompt, s", "ms per token (slowest)", "hits", "MB per step",
+        "tensors, GiB", "torch holds, GiB", "outside, GiB",
+    )  # fmt: skip
+    for row in rows:
+        times = ("out of memory", "", "", "")
+        if not row["error"]:
+            times = (
+                _digits(row["prefill_s"]),
+                f"{_digits(row['ms_per_token'])} ({_digits(row['ms_max'])})",
+                f"{float(row['hit_rate']):.1%}" if row.get("hit_rate") else "",
+                _digits(row.get("MB_fetched_per_step")),
+            )
+        peaks = (row.get(f"{name}_bytes") for name in ("peak_allocated", "peak_reserved", "outside"))
+        yield (
+            f"{row['cache']}, {row['selection']}",
+            row["turn"],
+            f"{int(row['tokens']):,}",
+            *times,
+            *(f"{int(peak) / 2**30:.2f}" if peak else "" for peak in peaks),
+        )
+
+
+def prefill(rows: list[Row]) -> Lines:
+    """A line per cache and chunk."""
+    yield ("tokens by chunk", "cache", "s (first)", "peak over the weights, GB", "of DynamicCache")
+    for row in rows:
+        peak = row.get("peak_bytes_over_weights")
+        yield (
+            f"{int(row['tokens']):,} by {int(row['chunk']):,}",
+            row["cache"],
+            f"{_digits(row['s'])} ({_digits(row['first_s'])})",
+            f"{int(peak) / 1e9:.1f}" if peak else "",
+            _digits(row.get("times_dynamic")),
         )
 
 
@@ -84,6 +146,9 @@ TABLES: dict[str, Callable[[list[Row]], Lines]] = {
     "throughput": throughput,
     "capacity": capacity,
     "kernels": kernels,
+    "prefetch": prefetch,
+    "small_card": small_card,
+    "prefill": prefill,
 }
 
 

@@ -5,6 +5,7 @@
     python -m eval.plots eval/results/kernels.csv
 
 resolve + fetch: k records of a lane per call, a fresh selection each call, beside the copy engine moving the same bytes.
+resolve: alone, in large buffers, over as many calls as fill the log of uses once, so that clearing it is counted.
 mla layer, gqa layer: from selection to output (us), beside a fetch first and the attention then, resolve and fetch alone, and
 resolve and attention alone, without what is missing. Attention reads missing records from the host itself.
 block_scores, gqa_decode: MiniMax-M3's choice of blocks out of 131,072 tokens, and attention over 16 of them.
@@ -33,12 +34,14 @@ from hisparse_kernels.block_scores import block_scores
 from hisparse_kernels.gqa_decode import gqa_decode
 from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.mla_decode import mla_decode
+from hisparse_kernels.recency import LOG_LENGTH
 
 Row = dict[str, Any]
 
 # Lanes and misses per lane -> us that resolve + fetch should take at most on an H200, k = 2048 of 4096, rows of 1152 bytes: below
 # what SGLang 0.5.23's swap-in kernel took there in a trial (11.8, 14.1, 43.9, 45.9, 114.7, 402, 907).
 GOALS = {(1, 0): 8, (64, 0): 10, (1, 266): 14, (4, 266): 31, (16, 266): 100, (64, 266): 380, (64, 614): 870}
+RESOLVE_GOAL = 12  # us a layer, whatever the buffer's size
 
 
 def link_floor(nbytes: float) -> float:
@@ -70,6 +73,24 @@ def resolve_and_fetch(lanes: int, misses: int, layout: RecordLayout, k: int, slo
         "copy_engine_us": round(work.copy_engine(moved), 2),
         "link_floor_us": link_floor(moved),
         "goal_us": GOALS.get((lanes, misses)) if layout.tokens == 1 else None,
+    }
+
+
+def resolve_alone(lanes: int, misses: int, k: int, slots: int) -> Row:
+    """Time resolve in a buffer of many slots; it touches no record, so those are as small as can be."""
+    layout = RecordLayout(1, 8, 0, torch.bfloat16)
+    work = Workload(lanes, misses, layout, k, slots, calls=(LOG_LENGTH - 1) * slots // k)
+    time, spread = work.time(lambda selection: work.buffer.resolve(selection, work.position))
+    return {
+        "what": "resolve",
+        "lanes": lanes,
+        "k": k,
+        "slots": slots,
+        "record_bytes": layout.nbytes,
+        "misses_per_lane": round(work.misses_per_call() / lanes, 1),
+        "us": round(time, 2),
+        "us_spread": round(spread, 2),
+        "goal_us": RESOLVE_GOAL if k == 2048 else None,
     }
 
 
@@ -220,6 +241,8 @@ def cases() -> Iterator[Callable[[], list[Row]]]:
         yield lambda n=lanes, m=misses: [resolve_and_fetch(n, m, pages, 128, 256)]
     for lanes, misses in ((4, 2), (32, 2)):
         yield lambda n=lanes, m=misses: [resolve_and_fetch(n, m, blocks, 16, 32)]
+    for slots, lanes in itertools.product((32768, 65536), (1, 8)):
+        yield lambda n=lanes, s=slots: [resolve_alone(n, 60, 2048, s)]
     for heads, lanes, misses in (
         *itertools.product((64,), (1, 4, 8), (274,)),
         (64, 8, 0),
@@ -240,6 +263,7 @@ def toy_cases() -> Iterator[Callable[[], list[Row]]]:
     yield lambda: [absorbed_attention(1, heads=4, k=16, slots=32)]
     for misses in (0, 4):
         yield lambda m=misses: [resolve_and_fetch(2, m, latents, 32, 64)]
+    yield lambda: [resolve_alone(2, 3, 32, 512)]
     yield lambda: [attention_with_misses(1, 4, 4, latents, 32, 64)]
     yield lambda: [attention_with_misses(2, 4, 2, pages, 16, 32)]
     yield lambda: block_attention(1, history=4096)

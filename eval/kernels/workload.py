@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from eval.kernels.timing import DEVICE, Time, microseconds
-from eval.traces import synthetic_trace
+from eval.traces import first_stack, synthetic_trace
 from hf_hisparse.host_memory import PinnedArea
 from hf_hisparse.host_pool import HostPool
 from hf_hisparse.hot_buffer import HotBuffer
@@ -50,7 +50,8 @@ class Workload:
         self.buffer.grow(history)
         trace = synthetic_trace(lanes, k, history, calls + 8, {slots / k: misses / k}, device=DEVICE)
         self.position = torch.full((1,), history * layout.tokens - 1, dtype=torch.int64, device=device)
-        self.buffer.fill(torch.arange(slots, device=device).repeat(lanes, 1), self.pool.read_range(0, slots))
+        recent = first_stack(lanes, history, device=DEVICE)[:, :slots].flip(1)
+        self.buffer.fill(recent.long(), self.pool.read(recent))
         for selection in trace[:8]:
             self.read(selection)
         self.selections = trace[8:]

@@ -14,9 +14,16 @@ from eval.environment import read_csv
 from eval.plots.capacity import plot_capacity
 from eval.plots.kernels import plot_kernels
 from eval.plots.msa import plot_msa
+from eval.plots.small_card import plot_small_card
 from eval.plots.throughput import plot_throughput
 
-PLOTS = {"msa": plot_msa, "kernels": plot_kernels, "throughput": plot_throughput, "capacity": plot_capacity}
+PLOTS = {
+    "msa": plot_msa,
+    "kernels": plot_kernels,
+    "throughput": plot_throughput,
+    "capacity": plot_capacity,
+    "small_card": plot_small_card,
+}
 
 
 def main() -> None:

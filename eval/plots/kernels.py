@@ -7,20 +7,20 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from eval.plots.page import Row, number, save, short, tidy, write_above
+from eval.plots.page import Row, number, save, short, tidy
 
 # What stands beside a time: column -> marker, colour, name.
 _MARKS = {
-    "link_floor_us": ("_", "black", "link floor"),
-    "memory_floor_us": ("_", "#7f7f7f", "memory floor"),
+    "link_floor_us": ("|", "black", "link floor"),
+    "memory_floor_us": ("|", "#7f7f7f", "memory floor"),
     "copy_engine_us": ("x", "#0072B2", "copy engine, same bytes"),
-    "goal_us": ("v", "#D55E00", "goal"),
-    "resolve_fetch_us": ("<", "#0072B2", "resolve and fetch alone"),
-    "resolve_attend_us": (">", "#009E73", "resolve and attention alone"),
+    "goal_us": ("D", "#D55E00", "goal"),
+    "resolve_fetch_us": ("^", "#0072B2", "resolve and fetch alone"),
+    "resolve_attend_us": ("v", "#009E73", "resolve and attention alone"),
     "gather_sdpa_us": ("o", "#7f7f7f", "gather and SDPA"),
 }
 _PANELS = {
-    "resolve + fetch": ("resolve+fetch",),
+    "resolve and fetch": ("resolve+fetch", "resolve"),
     "selection to output of one layer": ("mla layer", "gqa layer"),
     "attention, and scores, with everything resident": ("mla_decode", "gqa_decode", "block_scores"),
 }
@@ -41,54 +41,72 @@ def plot_kernels(rows: list[Row], target: Path) -> None:
         for title, names in _PANELS.items()
         if (found := [row for row in rows if row["what"] in names])
     }
-    figure, panels = plt.subplots(len(kinds), 1, figsize=(12, 4.2 * len(kinds)), squeeze=False)
+    heights = [1.6 + len(found) for found in kinds.values()]
+    figure, panels = plt.subplots(
+        len(kinds),
+        1,
+        figsize=(10, 0.26 * sum(heights) + 1),
+        squeeze=False,
+        height_ratios=heights,
+        sharex=True,
+    )
     for panel, (title, found) in zip(panels[:, 0], kinds.items(), strict=True):
         _panel(panel, found)
         panel.set_title(title, fontsize=10)
-        panel.set_ylabel("us per call, log")
+        panel.tick_params(axis="x", labelsize=7, labelbottom=True)
+    panels[-1, 0].set_xlabel("us per call, log", fontsize=8)
+    marks = {
+        name: mark
+        for panel in panels[:, 0]
+        for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(marks.values(), marks.keys(), loc="upper center", ncols=4, frameon=False, fontsize=8)
     save(
         figure,
         target,
         rows,
-        "In CUDA graphs, a fresh selection each call. Under each bar: lanes x misses per lane, bytes of a record. Floors: misses "
-        "at the bandwidth of the link, what attention reads at that of the GPU's memory, both measured in the run.",
+        "In CUDA graphs, a fresh selection each call. Floors: misses at the bandwidth of the link, what attention reads at that "
+        "of the GPU's memory, both measured in the run. The copy engine moves one piece.",
+        top=1 - 0.45 / figure.get_figheight(),
     )
 
 
 def _panel(panel: Axes, rows: list[Row]) -> None:
-    shown: dict[str, None] = {}
     for at, row in enumerate(rows):
         time, spread = number(row, "us"), number(row, "us_spread") or 0.0
         assert time is not None
         whisker = min(spread / 2, 0.9 * time)
-        panel.bar(at, time, color="#c9d6e8", yerr=whisker, ecolor="#333333", capsize=2)
-        write_above(panel, at, time + whisker, short(time))
+        panel.barh(at, time, color="#c9d6e8", xerr=whisker, ecolor="#333333", capsize=2)
+        goal = number(row, "goal_us")
+        text = f"{short(time)} us" + (f", {time / goal:.2f} x goal" if goal else "")
+        panel.annotate(text, (1.01, at), xycoords=("axes fraction", "data"), va="center", fontsize=7)
         for column, (marker, colour, name) in _MARKS.items():
             value = number(row, column)
             if value:
-                label = None if name in shown else name
-                shown[name] = None
                 panel.plot(
-                    at,
                     value,
+                    at,
                     marker,
                     color=colour,
-                    markersize=9,
-                    markeredgewidth=2,
-                    label=label,
+                    markersize=9 if marker == "|" else 5,
+                    markeredgewidth=1.8,
+                    label=name,
                     linestyle="none",
                 )
-    panel.set_yscale("log")
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.margins(y=0.12)
-    panel.set_xticks(range(len(rows)), [_label(row) for row in rows], rotation=30, ha="right", fontsize=7)
-    if shown:
-        panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    tidy(panel)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.set_ylim(len(rows) - 0.4, -0.6)  # the first on top
+    panel.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7)
+    tidy(panel, along="x")
 
 
 def _label(row: Row) -> str:
-    misses = number(row, "misses_per_lane")
-    kind = "" if row["what"] == "resolve+fetch" else f"{row['what'].removesuffix(' layer')}, "
-    heads = f", {row['heads']} heads" if row.get("heads") else ""
-    return f"{kind}{row['lanes']}{'' if misses is None else f' x {misses:.0f}'}, {int(row['record_bytes']):,} B{heads}"
+    misses, slots = number(row, "misses_per_lane"), number(row, "slots")
+    parts = [row["what"], f"{row['lanes']} lane{'s' if int(row['lanes']) > 1 else ''}"]
+    if row.get("heads"):
+        parts.append(f"{row['heads']} heads")
+    if misses is not None:
+        parts.append(f"{short(misses)}/{int(row['k']):,} missing")
+    if row["what"] == "resolve" and slots is not None:
+        parts.append(f"{slots:,.0f} slots")
+    return ", ".join([*parts, f"{int(row['record_bytes']):,} B"])

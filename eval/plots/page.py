@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 
@@ -55,14 +56,14 @@ def save(figure: Figure, target: Path, rows: list[Row], text: str, top: float = 
     bottom = (0.08 + 0.13 * len(lines)) / figure.get_figheight()
     figure.tight_layout(rect=(0, bottom, 1, top))
     figure.text(0.5, 0.03 / figure.get_figheight(), "\n".join(lines), ha="center", va="bottom", fontsize=7)
-    figure.savefig(target, dpi=150)
+    figure.savefig(target, dpi=150, bbox_inches="tight")
     plt.close(figure)
 
 
-def tidy(axes: Axes) -> None:
-    """No frame, and lines to read values by."""
+def tidy(axes: Axes, along: Literal["x", "y"] = "y") -> None:
+    """No frame, and lines to read the values of an axis by."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
+    axes.grid(axis=along, alpha=0.25)
     axes.set_axisbelow(True)
 
 

@@ -21,7 +21,9 @@ def plot_throughput(rows: list[Row], target: Path) -> None:
         The PNG file.
     """
     cases = list(dict.fromkeys((row["model"], int(row["context"]), int(row["batch"])) for row in rows))
-    figure, panels = plt.subplots(1, len(cases), figsize=(max(6.5, 4.4 * len(cases)), 4.8), squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(cases), figsize=(max(6.5, 4.4 * len(cases)), 4.8), squeeze=False, sharey=True
+    )
     for panel, (model, context, batch) in zip(panels[0], cases, strict=True):
         chosen = [
             row

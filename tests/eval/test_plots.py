@@ -63,12 +63,32 @@ def kernels():
     shared = {"lanes": 1, "k": 32, "record_bytes": 1152, "us": 12.5, "us_spread": 1}
     yield shared | {"what": "resolve+fetch", "misses_per_lane": 0, "copy_engine_us": "nan", "goal_us": 8}
     yield shared | {"what": "resolve+fetch", "misses_per_lane": 4, "copy_engine_us": 3, "link_floor_us": 2}
+    yield shared | {"what": "resolve", "slots": 32768, "misses_per_lane": 60, "goal_us": 12}
     yield shared | {"what": "gqa layer", "heads": 4, "misses_per_lane": 4, "resolve_fetch_us": 9}
 
 
-@pytest.mark.parametrize("rows", [msa, throughput, capacity, kernels], ids=lambda rows: rows.__name__)
+def small_card():
+    shared = {"model": "toy", "memory": "16GiB", "limit_bytes": 15 * 2**30, "prefill_chunk": 200}
+    shared |= {"peak_allocated_bytes": 2**33, "peak_reserved_bytes": 2**33 + 2**30, "outside_bytes": 2**29}
+    first = shared | {"turn": 1, "prompt_tokens": 700}
+    yield first | {"cache": "DynamicCache", "selection": "all", "tokens": 400, "error": "OutOfMemoryError"}
+    for selection in ("quest", "trace"):
+        row = {
+            "cache": "HiSparseCache",
+            "selection": selection,
+            "token_budget": 64,
+            "device_buffer_tokens": 128,
+        }
+        row |= {"ms_per_token": 3.5, "ms_min": 3, "ms_max": 40, "hit_rate": 0.92}
+        yield first | row
+        yield shared | row | {"turn": 2, "prompt_tokens": 51}
+
+
+@pytest.mark.parametrize(
+    "rows", [msa, throughput, capacity, kernels, small_card], ids=lambda rows: rows.__name__
+)
 def test_a_picture_of_each(rows, tmp_path):
-    assert set(plots.PLOTS) == {"msa", "throughput", "capacity", "kernels"}
+    assert set(plots.PLOTS) == {"msa", "throughput", "capacity", "kernels", "small_card"}
     source = tmp_path / f"{rows.__name__}_of_today.csv"
     found = [row | CONDITIONS for row in rows()]
     with source.open("w", newline="") as file:

@@ -71,9 +71,62 @@ def test_throughput_and_kernels(tmp_path, capsys):
     assert "| 11.9 (11.5 to 1,200) | 4.1 | 86.7% | 1,450 | 39.2 (3.3) | 1.04 | 1 |" in ran
     assert "cannot run: out of memory" in not_run
     row = {"what": "resolve+fetch", "lanes": 64, "misses_per_lane": 291.5, "record_bytes": 1152, "us": 452.39}
+    row |= {"k": 2048, "slots": 4096}
     row |= {"us_spread": 7.49, "GB_per_s": 47.5, "copy_engine_us": float("nan"), "goal_us": 380}
     *_, line = _table([row], tmp_path / "kernels.csv", capsys)
-    assert line == "| resolve+fetch | 64 x 292 | 1,152 | 452 (7.49) | 47.5 |  |  |  | 380 |  |"
+    assert (
+        line == "| resolve+fetch | 64 x 292 | 2,048 of 4,096 | 1,152 | 452 (7.49) | 47.5 |  |  |  | 380 |  |"
+    )
+
+
+def test_prefetch(tmp_path, capsys):
+    times = {"resident": 6.861, "synchronous": 7.816, "prefetch": 7.242, "oracle": 6.87}
+    rows = [{"history": 32768, "batch": 8, "way": way, "ms_per_step": ms} for way, ms in times.items()]
+    *_, line = _table(rows, tmp_path / "prefetch.csv", capsys)
+    assert line == "| 32,768 x 8 | 6.86 | 6.87 | 7.82 | 7.24 | 0.95, 0.37 | 61% |"
+
+
+def test_small_card_and_prefill(tmp_path, capsys):
+    peaks = {"peak_allocated_bytes": 2**33, "peak_reserved_bytes": 2**33 + 2**28, "outside_bytes": 2**29}
+    ran = {
+        "turn": 2,
+        "tokens": 1500,
+        "prefill_s": 0.869,
+        "ms_per_token": 15.29,
+        "ms_max": 1729.9,
+        "hit_rate": 0.2317,
+    }
+    rows = [
+        {
+            "cache": "DynamicCache",
+            "selection": "all",
+            "turn": 1,
+            "tokens": 48128,
+            "error": "no memory",
+            **peaks,
+        },
+        {
+            "cache": "HiSparseCache",
+            "selection": "quest",
+            "error": "",
+            **ran,
+            "MB_fetched_per_step": 219.1,
+            **peaks,
+        },
+    ]
+    *_, not_run, line = _table(rows, tmp_path / "small_card.csv", capsys)
+    assert not_run == "| DynamicCache, all | 1 | 48,128 | out of memory |  |  |  | 8.00 | 8.25 | 0.50 |"
+    assert line.endswith("| 2 | 1,500 | 0.869 | 15.3 (1,730) | 23.2% | 219 | 8.00 | 8.25 | 0.50 |")
+    row = {
+        "tokens": 131072,
+        "chunk": 8192,
+        "cache": "HiSparseCache",
+        "first_s": 2.7,
+        "s": 2.617,
+        "times_dynamic": 0.997,
+    }
+    *_, line = _table([row], tmp_path / "prefill.csv", capsys)
+    assert line == "| 131,072 by 8,192 | HiSparseCache | 2.62 (2.7) |  | 0.997 |"
 
 
 def test_a_file_without_a_table(tmp_path):
