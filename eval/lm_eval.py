@@ -11,9 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"eval.lm_eval runs lm-eval's tasks and needs it ({error}): pip install lm-eval"
+    ) from error
 from tqdm import tqdm
 
 from eval.methods import Caches, Method

@@ -326,7 +326,9 @@ def _device_memory(size: int | str | None) -> int:
     if size is not None:
         return parse_bytes(size, "device_memory")
     if not torch.cuda.is_available():
-        raise ValueError("plan: this machine has no GPU to plan for: give device_memory, for example '24GiB'")
+        raise ValueError(
+            "plan: this machine has no GPU to plan for: give device_memory (--device-memory), for example '24GiB'"
+        )
     return torch.cuda.mem_get_info()[1]
 
 

@@ -169,7 +169,7 @@ def check_model(path: Path, content: dict[str, Any], model: PreTrainedModel) -> 
     for name in ("type", "config", "weights"):
         if saved[name] is not None and saved[name] != found[name]:
             raise ValueError(
-                f"{path} was saved with another model: its {name} {'is' if name == 'type' else 'has the checksum'} "
+                f"{path} was saved with another model: its {name} {'is' if name == 'type' else 'gave the checksum'} "
                 f"{saved[name]}, that of this {type(model).__name__} {found[name]}"
             )
 
@@ -186,9 +186,11 @@ def selector_for(path: Path, content: dict[str, Any], selector: Selector | None)
     if selector is None:
         return Quest(**saved["settings"])
     found = _described(selector)
-    if any(saved[name] != found[name] for name in found):
+    wrong = [f"{name} {saved[name]!r}, not {found[name]!r}" for name in found if saved[name] != found[name]]
+    if wrong:
         raise ValueError(
-            f"{path} was saved with {saved}, which {selector!r} differs from in class, page_size or dense_layers"
+            f"{path} was saved with another selector than {selector!r}: {'; '.join(wrong)}. Give one that agrees in that, or "
+            "none for the one it was saved with"
         )
     return selector
 

@@ -166,6 +166,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.quick:
+        raise SystemExit("eval.small_card fills a GPU, and there is none here: --quick shows it at toy size")
     if args.quick:
         args.model, args.tokens, args.new_tokens, args.turns, args.turn_new_tokens = (
             "toy",

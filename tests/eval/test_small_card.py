@@ -52,7 +52,7 @@ def test_every_turn(toy, device):
     for row, turn in zip(rows, TURNS, strict=True):
         read = 2 * 2 * 4 * (16 * 16 * 2 * 4) / 1e6
         assert row["MB_fetched_per_step"] == pytest.approx((1 - row["hit_rate"]) * read, abs=1e-3), turn
-    with_trace(cache, 320, steps=9)
+    with_trace(cache, Quest(64), 320, steps=400)
     assert cache.get_seq_length() == 319
     again = list(converse(toy, cache, ids, TURNS, 100, "test"))
     assert [row["tokens"] for row in again] == [324, 368]
