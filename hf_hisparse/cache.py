@@ -549,6 +549,7 @@ class HiSparseCache(Cache):
             if index == self._first_layer:
                 self._check_dtype(history.keys)
                 self.make_room_for(history.keys, history.values)
+                layer = self.layers[index]  # another one if dense layers have moved to the host
             if isinstance(layer, HostedLayer):
                 layer.put(history)
             else:

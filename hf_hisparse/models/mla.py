@@ -88,6 +88,9 @@ class LatentLayer(HostedLayer):
     def _fits(self, shape: LayerShape, layout: RecordLayout) -> bool:
         if not super()._fits(shape, layout):
             return False
+        # A leader may have been resized while those that follow it were reset.
+        if self.buffer.data.shape[1] != self.buffer_records:
+            return False
         return getattr(self.buffer, "leader", None) is self.group.leading_buffer(self, shape.device)
 
     def update(

@@ -106,6 +106,25 @@ def test_answers_are_those_of_the_oracle_while_buffers_shrink(twins, device, lim
     assert cache.stats().misses > 0
 
 
+@pytest.mark.parametrize("limit", [1_200_000, 4_000_000], ids=["fewer slots", "more slots"])
+def test_layers_that_follow_have_their_leaders_slots_after_a_reset(device, limit):
+    """The same batch size again and a longer prompt: buffers are resized while they are empty."""
+    native, model = dsa_twins("glm_FSSF", device)
+    cache, own = HiSparseCache(model, device_memory=limit), DynamicCache(config=native.config)
+    text = prompt(1, 3000, device=device)
+    with torch.no_grad():
+        model(prompt(1, 300, device=device), past_key_values=cache)
+        before = cache.hosted_layers[0].buffer.data.shape[1]
+        cache.reset()
+        for tokens in (text, text[:, :1], text[:, 1:2]):
+            expected = native(tokens, past_key_values=own).logits
+            got = model(tokens, past_key_values=cache).logits
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    (slots,) = {layer.buffer.data.shape[1] for layer in cache.hosted_layers}
+    assert slots != before, "they were not resized"
+    assert cache.memory().device_bytes <= limit
+
+
 def _moves(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if "on the host from now on" in record.message]
 

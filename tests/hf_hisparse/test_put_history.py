@@ -74,6 +74,21 @@ def test_what_is_put_is_read(twins, device, name, ordered):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_what_is_put_moves_dense_layers(twins, device):
+    """Too little device memory for them: they go to the host before anything is put."""
+    pair, _ = _twins("qwen3", twins, device)
+    tokens, more = prompt(2, TOKENS, device=device), prompt(2, NEW, seed=1, device=device)
+    own = DynamicCache(config=pair.native.config)
+    cache = HiSparseCache(pair.enabled, SELECTOR, device_memory=700_000, verify=True)
+    with quest_oracle(pair.native, 32, 4):
+        with torch.no_grad():
+            pair.native(tokens, past_key_values=own)
+        cache.put_history(_histories(own))
+        expected = _decode(pair.native, own, more)
+    assert len(cache.hosted_layers) == len(cache.layers), "they did not move"
+    torch.testing.assert_close(_decode(pair.enabled, cache, more), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_most_recently_used_stay_longest(twins, device):
     pair, selector = _twins("qwen3", twins, device)
     rows = torch.randn(1, 2, TOKENS, 16, device=device)
