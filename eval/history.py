@@ -9,7 +9,7 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
 from hf_hisparse import HiSparseCache, Quest
-from hf_hisparse.hosted_layer import LayerHistory
+from hf_hisparse.layer_history import LayerHistory
 from hf_hisparse.models.family import Family, family_of, native_layers
 from hf_hisparse.models.kv_shape import KvShape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from .fingerprint import config_fingerprint, model_fingerprint
 from .graphs import DecodeGraphs
 from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
-from .hosted_layer import HostedLayer, LayerHistory, LayerSettings
+from .hosted_layer import HostedLayer, LayerSettings
+from .layer_history import LayerHistory
 from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
 from .models.dense import DenseLayer
 from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
@@ -313,6 +314,11 @@ class HiSparseCache(Cache):
             self._pin_next(tokens)
             return
         self._ahead.wait()
+        for layer in self._own_layers:
+            if room and isinstance(
+                layer, ResidentLayer
+            ):  # it has grown in a call that failed before the others did
+                layer.shrink(room)
 
         # Hosted layers grow in step and, in every supported model, have one shape.
         def asked(tokens: int, dense_on_host: bool) -> int:
@@ -410,7 +416,8 @@ class HiSparseCache(Cache):
     def check_whole(self) -> None:
         """Refuse to go on after a call that did not finish (RuntimeError)."""
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        if len(lengths) > 1 or any(layer.interrupted for layer in self.hosted_layers):
+        rows = {layer.held_rows for layer in self._own_layers if layer.get_seq_length()}
+        if len(lengths) > 1 or len(rows) > 1 or any(layer.interrupted for layer in self.hosted_layers):
             raise RuntimeError(
                 "the last call through this HiSparseCache did not finish, so its layers hold different tokens: call "
                 "cache.reset() and start again. If it happens again without another error, the model is not enabled (call "
@@ -535,28 +542,45 @@ class HiSparseCache(Cache):
         Raises
         ------
         ValueError
-            If the cache holds tokens already, or keys and values are not what the model's layers have.
+            If the cache holds tokens already, or what is given is not what the model's layers have; the cache is empty then.
         MemoryError
-            If host or device memory does not suffice; nothing is changed.
+            If host or device memory does not suffice; the cache is empty then.
         """
         self._refuse_while_recording("put_history")
         if self.get_seq_length():
             raise ValueError(
                 f"put_history: the cache holds {self.get_seq_length()} tokens already: call cache.reset() first"
             )
-        for index, (layer, history) in enumerate(zip(self.layers, layers, strict=True)):
-            self._check_states(layer, index, history.keys, history.values)
+        try:
+            self._put(iter(layers))
+        except BaseException:
+            self.reset()
+            raise
+
+    def _put(self, layers: Iterator[LayerHistory]) -> None:
+        model = None if self._model is None else self._model()
+        first: LayerHistory | None = None
+        for index in range(len(self.layers)):
+            history = next(layers, None)
+            if history is None:
+                raise ValueError(f"put_history: {index} layers are given, the model has {len(self.layers)}")
+            first = history if first is None else first
+            shape = self._family.kv_shape(index, hosted=isinstance(self.layers[index], HostedLayer))
+            history.check(index, shape, first, None if model is None else model.dtype)
+            self._check_states(self.layers[index], index, history.keys, history.values)
             if index == self._first_layer:
                 self._check_dtype(history.keys)
                 self.make_room_for(history.keys, history.values)
-                layer = self.layers[index]  # another one if dense layers have moved to the host
+            layer = self.layers[index]  # another one if dense layers have just moved to the host
             if isinstance(layer, HostedLayer):
                 layer.put(history)
             else:
                 layer.update(history.keys, history.values)
+        if next(layers, None) is not None:
+            raise ValueError(f"put_history: more than the model's {len(self.layers)} layers are given")
 
     def resize_buffers(self, device_buffer_tokens: int) -> None:
-        """Let the hot buffers have another size, between two calls; what was used last stays.
+        """Let the hot buffers have another size, between two calls; what was used last stays. Hosted dense layers keep theirs.
 
         So one cache serves requests of different kinds and keeps its pinned memory; an empty one gives its device memory back.
 

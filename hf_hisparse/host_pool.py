@@ -224,6 +224,11 @@ class HostPool:
         area : PinnedArea or None
             New memory, needed when ``len(rows) > host_batch``.
         """
+        if rows.numel() > self.host_batch:
+            assert area is not None
+            area.grow(
+                self.host_rows.shape[1] * self.record_nbytes // self.host_batch * rows.numel()
+            )  # may fail
         self.host_rows = moved(self.host_rows, rows)
         self.batch = rows.numel()
         self._permuted = True
@@ -235,7 +240,6 @@ class HostPool:
         host_rows = self.host_rows[:, :used].cpu().long()
         capacity, old_batch = self.host_rows.shape[1], self.host_batch
         self.area, self.host_batch = area, self.batch
-        self.area.grow(capacity * self.record_nbytes)
         self.records = self._view()
         head = torch.arange(self.heads)
         step = max(1, _CHUNK_BYTES // self.record_nbytes)

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -17,6 +17,7 @@ from .history_stream import HistoryStream
 from .host_memory import PinnedArea, host_area, whole_pages
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer
+from .layer_history import LayerHistory, check_recent
 from .padding import Padding
 from .pinning_ahead import Wanted
 from .records import RecordLayout
@@ -75,25 +76,6 @@ class NewTokens:
     keys: torch.Tensor
     values: torch.Tensor
     start: int
-
-
-class LayerHistory(NamedTuple):
-    """What one layer holds of a history that was computed elsewhere (see `HiSparseCache.put_history`).
-
-    Attributes
-    ----------
-    keys, values : ``[batch, heads, T, width]``
-    indexer_keys : ``[batch, T, width]`` or None
-        Of a layer that has an indexer.
-    recent : int64 ``[lanes, n]`` or None
-        Different records, from least to most recently used, for a hosted layer's hot buffer; the newest others take the slots
-        that are left. None: the newest.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    indexer_keys: torch.Tensor | None = None
-    recent: torch.Tensor | None = None
 
 
 class HostedLayer(RearrangedRows, CacheLayerMixin):
@@ -420,19 +402,14 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         Raises
         ------
         ValueError
-            If `recent` has more records than the buffer has slots, or lacks the last record while that is filling.
+            If `recent` does not suit the hot buffer (see `check_recent`).
         """
         self.update(history.keys, history.values)
         lanes, slots = self.pool.batch * self.pool.heads, self.buffer.data.shape[1]
         recent, last = history.recent, self.layout.count(self._length) - 1
         if recent is None:
             recent = torch.full((lanes, 1), last, device=self.position.device)
-        filling = self._length % self.layout.tokens > 0
-        if recent.shape[1] > slots or (filling and not bool((recent == last).any(1).all())):
-            raise ValueError(
-                f"{self.name}: recent names {recent.shape[1]} records per lane, must be at most {slots}, record {last}, which is "
-                "filling, among them"
-            )
+        check_recent(recent, lanes, slots, last + 1, self._length % self.layout.tokens > 0, self.name)
         if history.indexer_keys is not None:
             self.state.write(history.indexer_keys, 0)
         self.store(history.keys, history.values)
@@ -565,9 +542,10 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         rows = rows.to(self.shape.device)
         batch = rows.numel()
         self.pool.wait()
-        if batch > self.pool.host_batch:
-            self._area = host_area(self.settings.reserve_bytes, self.shape.device)
-        self.pool.rearrange(rows, self.layout.count(self._length), self._area)
+        grows = batch > self.pool.host_batch
+        area = host_area(self.settings.reserve_bytes, self.shape.device) if grows else self.pool.area
+        self.pool.rearrange(rows, self.layout.count(self._length), area)
+        self._area = area
         if self._length % self.layout.tokens:
             self.pool.own(self._length // self.layout.tokens)
         lanes = lanes_of(rows, self.pool.heads)

@@ -73,6 +73,13 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         self.slots = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device).repeat(lanes, 1)
         self.version = new_version()
 
+    def shrink(self, tokens: int) -> None:
+        """Give back room for more than `tokens` tokens, which is what it holds at most."""
+        if self.rows is not None and self.rows.shape[1] > tokens:
+            self.rows = self.rows[:, :tokens].clone()
+            self.slots = self.slots[:, :tokens].clone()
+            self.version = new_version()
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

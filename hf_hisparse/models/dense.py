@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..hosted_layer import LayerHistory, LayerSettings
+from ..hosted_layer import LayerSettings
+from ..layer_history import LayerHistory
 from ..padding import Padding
 from ..prefix_buffer import PrefixBuffer
 from ..records import RecordLayout

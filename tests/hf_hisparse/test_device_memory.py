@@ -427,3 +427,19 @@ def test_more_tokens_than_positions_are_warned_of_once(model, caplog):
         len(warnings) == 1
         and "120 tokens are more than the model's max_position_embeddings=100" in warnings[0]
     )
+
+
+def test_the_limit_holds_after_a_call_that_failed(model):
+    """Dense layers had grown for it before the hosted ones did."""
+    limit, device = 4_000_000, str(model.device)
+    cache = HiSparseCache(model, SELECTOR, device_memory=limit, host_dense_layers=False, graphs=False)
+    with torch.no_grad():
+        model(prompt(1, 200, device=device), past_key_values=cache)
+        hook = model.model.layers[2].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt(1, 3500, device=device), past_key_values=cache)
+        hook.remove()
+        for tokens in (1, 1300, 700):
+            model(prompt(1, tokens, device=device), past_key_values=cache)
+            assert cache.memory().device_bytes <= limit
+    assert cache.get_seq_length() == 2201

@@ -10,6 +10,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
+from hf_hisparse.host_memory import PinnedArea
 from hf_hisparse.hosted_layer import HostedLayer
 from tests.models import build, prompt
 from tests.oracle import quest_oracle
@@ -442,3 +443,26 @@ def test_gradients_of_keys_and_values_alone(model):
     ).logits
     with pytest.raises(RuntimeError, match="no gradients flow"):
         logits.sum().backward()
+
+
+def test_memory_refused_while_rows_are_repeated(model, monkeypatch):
+    """Layers may be left with different rows: the cache says so, and a reset heals it."""
+    cache = _prefilled(model)
+    grow, calls = PinnedArea.grow, []
+
+    def refuse_the_second(area: PinnedArea, size: int) -> None:
+        calls.append(size)
+        if len(calls) == 2:
+            raise MemoryError("refused")
+        grow(area, size)
+
+    monkeypatch.setattr(PinnedArea, "grow", refuse_the_second)
+    with pytest.raises(MemoryError, match="refused"):
+        cache.batch_repeat_interleave(2)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"did not finish.*reset\(\)"):
+        model(prompt(2, 1, device=str(model.device)), past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_hisparse import HiSparseCache, Quest
-from hf_hisparse.hosted_layer import LayerHistory
+from hf_hisparse.layer_history import LayerHistory
 from tests.dsa_models import dsa_twins
 from tests.models import prompt
 from tests.msa_models import msa_twins
@@ -109,12 +109,82 @@ def test_what_cannot_be_put_is_refused(twins, device):
         cache.put_history(
             LayerHistory(rows, rows, recent=torch.tensor([[1], [2]], device=device)) for _ in range(4)
         )
-    cache.reset()
     cache.put_history(LayerHistory(rows, rows) for _ in range(4))
     with pytest.raises(ValueError, match=f"holds {TOKENS} tokens already"):
         cache.put_history([])
-    with pytest.raises(ValueError, match="supported are"):
-        HiSparseCache(pair.enabled, selector).put_history([LayerHistory(rows.double(), rows.double())] * 4)
+
+
+def _rows(
+    heads: int = 2, tokens: int = TOKENS, width: int = 16, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return torch.zeros(1, heads, tokens, width, dtype=dtype)
+
+
+def _recent(*records: int) -> LayerHistory:
+    return LayerHistory(_rows(), _rows(), recent=torch.tensor([records, records]))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (LayerHistory(_rows(3), _rows(3)), r"layer 1: keys are \[1, 3, 301, 16\], must be \[1, 2, 301, 16\]"),
+        (LayerHistory(_rows(width=8), _rows()), "keys are"),
+        (LayerHistory(_rows(tokens=47), _rows(tokens=47)), "keys are"),
+        (LayerHistory(_rows(), _rows(tokens=300)), "values are"),
+        (LayerHistory(_rows(dtype=torch.bfloat16), _rows()), "keys of torch.bfloat16, must be torch.float32"),
+        (
+            LayerHistory(_rows(), _rows(), indexer_keys=_rows()[0]),
+            r"indexer_keys are \[2, 301, 16\], must be None",
+        ),
+    ],
+)
+def test_a_layer_that_differs_is_refused(twins, wrong, message):
+    pair, selector = _twins("qwen3", twins, "cpu")
+    right = LayerHistory(_rows(), _rows())
+    cache = HiSparseCache(pair.enabled, selector)
+    with pytest.raises(ValueError, match=message):
+        cache.put_history([right, wrong, right, right])
+    assert cache.get_seq_length() == 0
+    cache.put_history([right] * 4)  # nothing is left of it
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (_recent(3, 3, 75), "names a record twice"),
+        (_recent(3, 90, 75), "records from 3 to 90, must be different records of 0 to 75"),
+        (_recent(-1, 75), "records from -1 to 75"),
+        (_recent(*range(76)), "names 76 records per lane"),
+        (_recent(1, 2), "lacks record 75, which is filling"),
+        (LayerHistory(_rows(), _rows(), recent=torch.tensor([75])), r"recent is torch.int64 \[1\]"),
+    ],
+)
+def test_recent_records_that_do_not_suit_are_refused(twins, wrong, message):
+    pair, selector = _twins("qwen3", twins, "cpu")
+    cache = HiSparseCache(pair.enabled, selector)
+    with pytest.raises(ValueError, match=message):
+        cache.put_history([LayerHistory(_rows(), _rows())] * 2 + [wrong] * 2)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    "count, message", [(3, "3 layers are given, the model has 4"), (5, "more than the model's 4")]
+)
+def test_another_number_of_layers_is_refused(twins, count, message):
+    pair, selector = _twins("qwen3", twins, "cpu")
+    cache = HiSparseCache(pair.enabled, selector)
+    with pytest.raises(ValueError, match=message):
+        cache.put_history([LayerHistory(_rows(), _rows())] * count)
+    assert cache.get_seq_length() == 0
+
+
+def test_indexer_keys_must_not_be_missing(twins):
+    pair, _ = _twins("glm_FSSF", twins, "cpu")
+    cache = HiSparseCache(pair.enabled)
+    shape = cache._family.kv_shape(0, hosted=True)
+    history = LayerHistory(_rows(1, width=shape.key_width), _rows(1, width=shape.value_width))
+    with pytest.raises(ValueError, match=r"indexer_keys are None, must be \[1, 301, "):
+        cache.put_history([history] * len(cache.layers))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "two_groups", "glm_FSSF"])
