@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,9 @@ from . import models
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-torch.set_num_threads(1)  # for tensors as tiny as these, threads cost more than they bring
+# For tensors as tiny as these, threads cost more than they bring: here, and in programs that tests start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class Twins(NamedTuple):

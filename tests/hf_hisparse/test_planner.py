@@ -315,7 +315,8 @@ def test_the_command_line(tmp_path, capsys):
         ),
     ],
 )
-def test_the_command_line_says_what_is_wrong(tmp_path, arguments, message):
+def test_the_command_line_says_what_is_wrong(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it would try again and again
     CONFIG.save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=message):
         main(["plan", *(argument.format(config=tmp_path) for argument in arguments), "--context", "9000"])
