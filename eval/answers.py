@@ -143,6 +143,22 @@ def _pad_token(model: Any) -> int | None:
     return config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
 
 
+def generate_exactly(
+    model: Any, cache: Cache, ids: torch.Tensor, new_tokens: int, clock: Clock, **settings: Any
+) -> torch.Tensor:
+    """Greedy tokens, so many whatever the model says, while the clock runs; all ids."""
+    return model.generate(
+        ids,
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        stopping_criteria=[clock],
+        pad_token_id=0,
+        **settings,
+    )
+
+
 class Clock(StoppingCriteria):
     """A stopping criterion that never stops: `generate` calls it once a token, and it notes when."""
 

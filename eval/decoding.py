@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.answers import Clock
+from eval.answers import Clock, generate_exactly
 from eval.environment import free_memory
 from eval.floors import beside, bytes_read, kv_bytes_held
 from eval.history import fill
@@ -176,15 +176,7 @@ def _generate(model: PreTrainedModel, cache: Cache, run: Run, held: int, new_tok
     ids = torch.randint(10, model.config.vocab_size, (run.batch, held), device=model.device)
     with tqdm(total=new_tokens, desc=f"{run.cache} {run.context} x {run.batch}", leave=False) as bar:
         clock = Deadline(bar, run.seconds)
-        model.generate(
-            ids,
-            past_key_values=cache,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            stopping_criteria=[clock],
-            pad_token_id=0,
-        )
+        generate_exactly(model, cache, ids, new_tokens, clock)
     return clock
 
 

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from hf_hisparse.link import link_bandwidth
+from hf_hisparse.needs import CONTEXT_BYTES
 
 
 @functools.cache
@@ -111,6 +112,16 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def limit_to(size: int | None) -> int:
+    """Let this process have a GPU of `size` bytes, or all there is; those that torch may take of it, 0 for no limit."""
+    if not torch.cuda.is_available():
+        return 0
+    limit = 0 if size is None else size - CONTEXT_BYTES
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit / total if limit else 1.0)
+    return limit
 
 
 def free_memory() -> None:

@@ -50,8 +50,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, device: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
-    """A model of a named shape with random weights, of only so many layers if given; or any model that transformers can load."""
+def build(
+    name: str, device: str, dtype: torch.dtype | None = None, layers: int | None = None
+) -> PreTrainedModel:
+    """A model of a named shape with random weights, of only so many layers if given; or any model that transformers can load.
+
+    `dtype` is bfloat16 on a GPU and float32 on a CPU if not given.
+    """
+    dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
     if name not in SHAPES:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     sizes = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})

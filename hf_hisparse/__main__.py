@@ -68,6 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = {name: getattr(args, name) for name in ("token_budget", "page_size", "dense_layers")}
         given = {name: value for name, value in given.items() if value is not None}
         selector = Quest(**given) if given else None
+        bandwidth = None if args.bandwidth is None else 1e9 * args.bandwidth
         print(
             plan(
                 config,
@@ -81,11 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
                 dtype=args.dtype and getattr(torch, args.dtype),
                 weights=args.weights,
                 misses=args.misses,
-                bandwidth=link_bandwidth()
-                if args.probe
-                else None
-                if args.bandwidth is None
-                else 1e9 * args.bandwidth,
+                bandwidth=link_bandwidth() if args.probe else bandwidth,
             )
         )
     except (OSError, ValueError) as error:

@@ -314,11 +314,10 @@ class HiSparseCache(Cache):
             self._pin_next(tokens)
             return
         self._ahead.wait()
-        for layer in self._own_layers:
-            if room and isinstance(
-                layer, ResidentLayer
-            ):  # it has grown in a call that failed before the others did
-                layer.shrink(room)
+        if room:  # dense layers may have grown in a call that failed before the others did
+            for layer in self._own_layers:
+                if isinstance(layer, ResidentLayer):
+                    layer.shrink(room)
 
         # Hosted layers grow in step and, in every supported model, have one shape.
         def asked(tokens: int, dense_on_host: bool) -> int:

@@ -175,9 +175,8 @@ class DecodeGraphs:
 
         cache.check_batch(tokens.shape[0])
         cache.make_room(1)
-        if (
-            len(cache.hosted_layers) > hosted
-        ):  # dense layers have moved to the host: other kernels are to be compiled
+        if len(cache.hosted_layers) > hosted:
+            # Dense layers have moved to the host: other kernels are to be compiled.
             return self.step(model, forward, kwargs)
         for layer in cache.hosted_layers:
             layer.pool.wait()  # a captured step may not wait for an event from outside

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from hisparse_kernels.fetch import fetch
 from hisparse_kernels.miss_plan import MissPlan
 
 from .host_memory import PinnedArea
-from .records import RecordLayout, moved
-
-_CHUNK_BYTES = 2**26  # device memory that one step of a long copy may take
+from .records import RecordLayout, chunks, moved
 
 
 class HostPool:
@@ -67,6 +63,10 @@ class HostPool:
         """Host bytes of one record of all lanes."""
         return self.host_batch * self.heads * self.layout.nbytes
 
+    def nbytes_for(self, batch: int) -> int:
+        """Host bytes of as many records as the table names, with `batch` rows."""
+        return self.host_rows.shape[1] * (self.record_nbytes // self.host_batch) * batch
+
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` records without moving any.
 
@@ -103,7 +103,7 @@ class HostPool:
         """
         total = self.layout.count(keys.shape[2])
         self._overwrite(first, total)
-        for start, stop in self._chunks(total):
+        for start, stop in chunks(total, self.record_nbytes):
             tokens = slice(start * self.layout.tokens, stop * self.layout.tokens)
             data = self.layout.pack(keys[:, :, tokens], values[:, :, tokens])
             self._store(first + start, data)
@@ -111,7 +111,7 @@ class HostPool:
     def write_records(self, first: int, data: torch.Tensor) -> None:
         """Store ``[lanes, n, elements]`` as the records from `first` on; the copy runs beside what is computed next."""
         self._overwrite(first, data.shape[1])
-        for start, stop in self._chunks(data.shape[1]):
+        for start, stop in chunks(data.shape[1], self.record_nbytes):
             self._store(first + start, data[:, start:stop])
 
     def _overwrite(self, first: int, count: int) -> None:
@@ -119,11 +119,6 @@ class HostPool:
         self.wait()
         if self._permuted:
             self.host_rows[:, first : first + count] = self._own_rows(count)
-
-    def _chunks(self, count: int) -> Iterator[tuple[int, int]]:
-        """Cut `count` records into runs of bounded size."""
-        step = max(1, _CHUNK_BYTES // self.record_nbytes)
-        return ((start, min(start + step, count)) for start in range(0, count, step))
 
     def _store(self, first: int, data: torch.Tensor) -> None:
         """Copy ``[lanes, n, elements]`` to the records from `first` on."""
@@ -195,7 +190,7 @@ class HostPool:
             Outputs on the device, possibly views.
         """
         length = keys.shape[2]
-        for first, last in self._chunks(self.layout.count(length)):
+        for first, last in chunks(self.layout.count(length), self.record_nbytes):
             data = self.in_lanes(records, first, last)
             start = first * self.layout.tokens
             for out, rows in zip((keys, values), self.layout.unpack(data, self.batch), strict=True):
@@ -224,15 +219,14 @@ class HostPool:
         area : PinnedArea or None
             New memory, needed when ``len(rows) > host_batch``.
         """
-        if rows.numel() > self.host_batch:
+        grows = rows.numel() > self.host_batch
+        if grows:  # first, as it may fail
             assert area is not None
-            area.grow(
-                self.host_rows.shape[1] * self.record_nbytes // self.host_batch * rows.numel()
-            )  # may fail
+            area.grow(self.nbytes_for(rows.numel()))
         self.host_rows = moved(self.host_rows, rows)
         self.batch = rows.numel()
         self._permuted = True
-        if self.batch <= self.host_batch:
+        if not grows:
             return
         assert area is not None
         self.synchronize()
@@ -242,9 +236,7 @@ class HostPool:
         self.area, self.host_batch = area, self.batch
         self.records = self._view()
         head = torch.arange(self.heads)
-        step = max(1, _CHUNK_BYTES // self.record_nbytes)
-        for start in range(0, used, step):
-            stop = min(start + step, used)
+        for start, stop in chunks(used, self.record_nbytes):
             record = torch.arange(start, stop)[:, None, None]
             row = host_rows[:, start:stop].T[:, :, None]
             source = (record * old_batch + row) * self.heads + head  # [records, batch, heads]

@@ -270,10 +270,8 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def host_bytes_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Host bytes that holding `tokens` tokens of this shape takes, beyond what is held already."""
-        held = self.host_reserved_nbytes
-        return max(
-            0, self.host_bytes_of(tokens, self._host_batch(key_states), key_states, value_states) - held
-        )
+        wanted = self.host_bytes_of(tokens, self._host_batch(key_states), key_states, value_states)
+        return max(0, wanted - self.host_reserved_nbytes)
 
     def _host_batch(self, key_states: torch.Tensor) -> int:
         return self.pool.host_batch if self._length else key_states.shape[0]
@@ -306,8 +304,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         """Host bytes that a layer with `batch` rows takes, 0 if it needs no other memory than it has."""
         if not self._length or batch <= self.pool.host_batch:
             return 0
-        row = self.pool.record_nbytes // self.pool.host_batch
-        return whole_pages(self.pool.host_rows.shape[1] * row * batch)
+        return whole_pages(self.pool.nbytes_for(batch))
 
     def _own_area(self, device: torch.device) -> PinnedArea:
         if self._area is None:

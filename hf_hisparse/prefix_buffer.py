@@ -10,9 +10,7 @@ from hisparse_kernels.miss_plan import MissPlan
 from hisparse_kernels.write_row import write_row
 
 from .host_pool import HostPool
-from .records import RecordLayout, moved
-
-_CHUNK_BYTES = 2**26  # device memory that one step of a long copy may take
+from .records import RecordLayout, chunks, moved
 
 
 class PrefixBuffer:
@@ -87,11 +85,11 @@ class PrefixBuffer:
         """Take the records from `first` on as far as they have slots, of a whole history ``[batch, heads, T, width]``."""
         lanes, slots, _ = self.data.shape
         stop = min(slots, self.layout.count(keys.shape[2]))
-        step = max(1, _CHUNK_BYTES // (lanes * self.layout.nbytes))
-        for start in range(first, stop, step):
-            end = min(start + step, stop)
-            tokens = slice(start * self.layout.tokens, end * self.layout.tokens)
-            self.data[:, start:end] = self.layout.pack(keys[:, :, tokens], values[:, :, tokens])
+        for start, end in chunks(stop - first, lanes * self.layout.nbytes):
+            tokens = slice((first + start) * self.layout.tokens, (first + end) * self.layout.tokens)
+            self.data[:, first + start : first + end] = self.layout.pack(
+                keys[:, :, tokens], values[:, :, tokens]
+            )
 
     def choose(self, selection: torch.Tensor, count: int) -> torch.Tensor:
         """Which of `count` records to keep: int64 ``[lanes, min(slots, count)]``, the first."""

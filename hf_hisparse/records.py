@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+_CHUNK_BYTES = 2**26  # device memory that one step of a long copy may take
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,12 @@ class RecordLayout:
             return rows.reshape(batch, lanes // batch, count * self.tokens, width)
 
         return join(keys, self.key_width), join(values, self.value_width)
+
+
+def chunks(count: int, record_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut `count` records of so many bytes into runs of bounded size: first, and first of the next."""
+    step = max(1, _CHUNK_BYTES // record_nbytes)
+    return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
 def moved(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -31,13 +31,13 @@ from transformers import PreTrainedModel
 
 from eval.capacity.card import Card
 from eval.decoding import CONTENDERS, Contenders, Run, decode
-from eval.environment import conditions, merge_rows, write_csv
+from eval.environment import conditions, limit_to, merge_rows, write_csv
 from eval.selections import Synthetic
 from eval.shapes import SHAPES, build
 from hf_hisparse import Quest, plan
 from hf_hisparse.host_memory import parse_bytes
 from hf_hisparse.hosted_layer import LayerSettings
-from hf_hisparse.needs import CONTEXT_BYTES, weight_bytes
+from hf_hisparse.needs import weight_bytes
 from hf_hisparse.sizes import Sizes
 
 TRIES = 3  # batch sizes, from the largest that should fit downwards
@@ -72,7 +72,7 @@ class Bench:
         if memory == "all":
             return row | self.first_that_fits([dataclasses.replace(run, batch=1)])
         size, host = parse_bytes(memory, "--memory"), parse_bytes(args.host_memory, "--host-memory")
-        limit(size)
+        limit_to(size)
         card = Card(self.sizes, int(USABLE * size) - weight_bytes(self.model), host, args.most)
         most = card.batch(run)
         runs = [dataclasses.replace(run, batch=batch) for batch in range(most, max(0, most - TRIES), -1)]
@@ -104,14 +104,6 @@ class Bench:
             self.model.config, self.quest, context=context, weights=weight_bytes(self.model), **sizes
         )
         return {"batch_with_prefill": found.caches[names[name]].largest_batch}
-
-
-def limit(size: int | None) -> None:
-    """Let the process have a card of `size` bytes, or all of it."""
-    if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        share = 1.0 if size is None else (size - CONTEXT_BYTES) / total
-        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
@@ -172,18 +164,18 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     conditions()  # measures, while the memory is empty
     for name in args.models:
-        limit(None)
-        model = build(name, device, torch.bfloat16 if device == "cuda" else torch.float32)
+        limit_to(None)
+        model = build(name, device)
         bench = Bench(model, args)
         for memory, context, cache in cases(args):
-            limit(None)
+            limit_to(None)
             row = {"model": name, **bench.best(memory, context, cache)}
             print(row, flush=True)
             rows = merge_rows(args.output, [row], KEY)
             write_csv(args.output, with_ratios(rows))  # a long run that is stopped keeps what it found
         bench.contenders.close()
         del bench, model
-        limit(None)
+        limit_to(None)
     print(f"written: {args.output}")
 
 

@@ -97,7 +97,7 @@ def main() -> None:
     quest = Quest()
     if args.quick:
         args.model, args.layers, args.tokens, quest = "toy", 4, [100], Quest(64)
-    model = build(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32, args.layers)
+    model = build(args.model, device, layers=args.layers)
     warm = HiSparseCache(model, quest)
     with torch.no_grad():
         timed(model, warm, 256)  # the libraries

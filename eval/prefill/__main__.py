@@ -82,7 +82,7 @@ def main() -> None:
     if args.quick:
         args.model, args.layers, args.tokens, args.chunks = "toy", 4, 1000, [1000, 200]
         quest = Quest(64)
-    model = build(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32, args.layers)
+    model = build(args.model, device, layers=args.layers)
     rows = []
     for chunk in args.chunks:
         for row in compare(model, args.tokens, chunk, args.rounds, quest):

@@ -32,13 +32,13 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from eval.answers import Clock
-from eval.environment import free_memory, write_csv
+from eval.answers import Clock, generate_exactly
+from eval.environment import free_memory, limit_to, write_csv
 from eval.selections import Synthetic, play
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest, plan
 from hf_hisparse.host_memory import parse_bytes
-from hf_hisparse.needs import CONTEXT_BYTES, weight_bytes
+from hf_hisparse.needs import weight_bytes
 
 
 class Turn(NamedTuple):
@@ -46,13 +46,6 @@ class Turn(NamedTuple):
 
     prompt: int
     answer: int
-
-
-def limit_to(memory: int) -> int:
-    """Let this process have a GPU of `memory` bytes; those that torch may take of it."""
-    size = memory - CONTEXT_BYTES
-    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
-    return size
 
 
 def answer(
@@ -65,16 +58,7 @@ def answer(
     with tqdm(total=new_tokens, desc=label, leave=False) as bar:
         clock = Clock(bar)
         began = time.perf_counter()
-        ids = model.generate(
-            ids,
-            past_key_values=cache,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            stopping_criteria=[clock],
-            pad_token_id=0,
-            **chunks,
-        )
+        ids = generate_exactly(model, cache, ids, new_tokens, clock, **chunks)
     steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times)]
     found: dict[str, Any] = {
         "prefill_s": round(clock.times[0] - began, 3),
@@ -178,8 +162,8 @@ def main() -> None:
         )
         args.token_budget, args.device_buffer_tokens, args.prefill_chunk = 64, 128, 200
     memory = parse_bytes(args.memory, "--memory")
-    limit = limit_to(memory) if device == "cuda" else 0
-    model = build(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    limit = limit_to(memory)
+    model = build(args.model, device)
     quest = Quest(args.token_budget)
     turns = [Turn(0, args.new_tokens), *(Turn(more, args.turn_new_tokens) for more in args.turns)]
     total = args.tokens + sum(map(sum, turns))

@@ -106,7 +106,7 @@ def main() -> None:
         contexts = [workload.history(context) if workload else context for context in args.contexts]
     except ValueError as error:
         raise SystemExit(f"eval.throughput: {error}") from error
-    model = build(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    model = build(args.model, device)
     contenders = Contenders(model, quest)
     buffer = args.device_buffer_tokens or 2 * quest.token_budget
     shared = {

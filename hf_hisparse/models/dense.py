@@ -106,10 +106,7 @@ class DenseLayer(GqaLayer):
             return
         keys, values = layer.keys, layer.values
         assert keys is not None and values is not None
-        self.update(keys, values)
-        self.store(keys, values)
-        self._keep(keys, values)
-        self.finish()
+        self.put(LayerHistory(keys, values))
 
     def put(self, history: LayerHistory) -> None:
         """See `HostedLayer.put`; there is nothing recent."""
