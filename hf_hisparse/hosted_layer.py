@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hisparse_kernels.fetch_ahead import fetch_ahead
 from hisparse_kernels.miss_plan import HostSource
 
 from .history_stream import HistoryStream
@@ -437,20 +438,18 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def resolve(self, selection: torch.Tensor) -> tuple[torch.Tensor, HostSource]:
         """The slots of the records that the query at `position` reads, int32 ``[lanes, k]``, and where the missing ones are."""
-        slots = self._slots(selection)
-        return slots, HostSource(self.pool.records, self.pool.host_rows, self.buffer.plan)
+        if self.trace is not None:
+            self.trace.step(selection, self.position)
+        slots = self.buffer.resolve(selection, self.position)
+        source = HostSource(self.pool.records, self.pool.host_rows, self.buffer.page_table, self.buffer.plan)
+        return slots, source
 
     def read(self, selection: torch.Tensor) -> torch.Tensor:
         """Make the records that the query at `position` reads resident; their slots, int32 ``[lanes, k]``."""
-        slots = self._slots(selection)
-        self.buffer.fetch(self.buffer.plan, self.pool)
+        slots, source = self.resolve(selection)
+        fetch_ahead(selection, slots, source, self.buffer.data)
         self.verify(selection, slots)
         return slots
-
-    def _slots(self, selection: torch.Tensor) -> torch.Tensor:
-        if self.trace is not None:
-            self.trace.step(selection, self.position)
-        return self.buffer.resolve(selection, self.position)
 
     def verify(self, selection: torch.Tensor, slots: torch.Tensor) -> None:
         """With the setting `verify`, compare every slot that was read with its host record."""

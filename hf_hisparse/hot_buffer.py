@@ -7,7 +7,6 @@ import copy
 import torch
 
 from hisparse_kernels.append import append
-from hisparse_kernels.fetch import fetch
 from hisparse_kernels.miss_plan import MissPlan
 from hisparse_kernels.recency import Recency
 from hisparse_kernels.resolve import resolve
@@ -146,10 +145,6 @@ class HotBuffer:
             self.layout.tokens,
         )
         return self.slots
-
-    def fetch(self, plan: MissPlan, pool: HostPool, programs: int | None = None) -> None:
-        """Bring what was missing, with so many GPU programs."""
-        fetch(pool.records, pool.host_rows, plan, self.data, programs)
 
     def slot_of(self, position: torch.Tensor) -> torch.Tensor:
         """The slot of record `position` (int64 ``[1]``) in each lane, int32 ``[lanes]``; -1 for none."""

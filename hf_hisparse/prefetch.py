@@ -193,6 +193,7 @@ def prefetch(follower: LatentLayer, replay: Replay) -> None:
 
     It waits for its event (`LatentLayer._await_prefetch`) within the same call: so this can be captured.
     """
+    assert isinstance(follower.buffer, FollowerBuffer)
     if not follower.buffer.data.is_cuda:
         return
     device = follower.buffer.data.device

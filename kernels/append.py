@@ -17,6 +17,7 @@ from .dispatch import (
     on_device_of,
     use_triton,
 )
+from .early_launch import early_launch, wait_for_previous
 from .recency import Recency, check_recency, make_room
 
 _CLEAR_BLOCK = 4096  # entries of a full log looked at at a time
@@ -54,8 +55,10 @@ def _append_kernel(
     VALUE_BLOCK: tl.constexpr,
     CLEAR_BLOCK: tl.constexpr,
     SCAN_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per lane."""
+    wait_for_previous(EARLY)
     PART_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
     RECORD_WIDTH: tl.constexpr = PARTS * PART_WIDTH
     lane = tl.program_id(0).to(tl.int64)
@@ -70,7 +73,7 @@ def _append_kernel(
 
     slot = tl.load(page_table + record)
     if offset == 0:
-        head, tail = make_room(uses, stamps, span, 1, log_length, CLEAR_BLOCK)
+        head, tail = make_room(uses, stamps, tl.load(span), tl.load(span + 1), 1, log_length, CLEAR_BLOCK)
         first = tail
         start = head
         while first == tail:
@@ -180,6 +183,7 @@ def append(
             block_of(value_width),
             min(block_of(slot_count), _CLEAR_BLOCK),
             min(block_of(slot_count), _SCAN_BLOCK),
+            **early_launch(buffer),
             num_warps=4,
         )
 

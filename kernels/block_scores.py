@@ -8,6 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, ceil_div, on_device_of, use_triton
+from .early_launch import early_launch, wait_for_previous
 
 _QUERIES = 128  # of a program, one group after the other
 _COLUMNS = 128  # of a product; a column is one head of one query
@@ -38,11 +39,13 @@ def _block_scores_kernel(
     KEY_BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (block of keys, stretch of queries, batch row): `TOGETHER` queries at a time pass by the keys of the block.
 
     A product has the keys as its rows and the heads of the queries as its columns; no score of a single key is stored.
     """
+    wait_for_previous(EARLY)
     batch = tl.program_id(2).to(tl.int64)
     block = tl.program_id(0)
     first_query = tl.program_id(1) * QUERY_BLOCK
@@ -134,6 +137,7 @@ def block_scores(
             min(block_of(block_size, 16), most_keys),
             together,
             _QUERIES,
+            **early_launch(keys),
             num_warps=8,
             num_stages=2,
         )

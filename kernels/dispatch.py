@@ -139,6 +139,12 @@ def check_source(source: HostSource, selection: torch.Tensor, buffer: torch.Tens
             f"{lanes} lanes need a buffer each and a pool [records, at least {lanes}, {buffer.shape[2]}], "
             f"got {buffer.shape[0]} buffers and {list(source.pool.shape)}"
         )
+    table = source.page_table
+    if table.dtype is not torch.int32 or table.shape[0] != lanes or table.stride(1) != 1:
+        raise ValueError(
+            f"page_table must be int32 [{lanes}, capacity], contiguous in its last dimension, got {table.dtype} "
+            f"{list(table.shape)} with strides {table.stride()}"
+        )
     missing = source.plan.missing
     if missing.shape != (lanes, k) or missing.dtype is not torch.bool or not missing.is_contiguous():
         raise ValueError(

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import ceil_div, check_host_rows, on_device_of, use_triton
+from .early_launch import early_launch, wait_for_previous
 from .miss_plan import MissPlan
 
 _QUAD_BYTES = 16
@@ -33,12 +34,14 @@ def _fetch_kernel(
     lanes,
     RECORD_QUADS: tl.constexpr,
     QUADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (lane, part): the parts share the lane's misses, cut into quads of 16 bytes, not into records.
 
     So a record of any size keeps every thread busy, several small ones or a piece of a large one at a time. Where there are fewer
     programs than lanes, each goes on to further lanes.
     """
+    wait_for_previous(EARLY)
     pool = pool.to(tl.pointer_type(tl.int32))
     buffer = buffer.to(tl.pointer_type(tl.int32))
     word = tl.arange(0, 4)[None, :]
@@ -110,6 +113,7 @@ def fetch(
             lanes,
             record_quads,
             quads,
+            **early_launch(buffer),
             num_warps=warps,
         )
 

@@ -18,6 +18,7 @@ from .dispatch import (
     on_device_of,
     use_triton,
 )
+from .early_launch import early_launch, wait_for_previous
 from .miss_plan import HostSource
 
 _TOKENS = 64  # read at a time, in 16-bit types; half as many in fp32
@@ -71,12 +72,14 @@ def _gqa_split_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (lane, split): flash attention over one stretch of the lane's selected tokens.
 
     Leaves in `partial` the weighted sums of values of all programs, then their maxima, then their sums of
     weights, per query head.
     """
+    wait_for_previous(EARLY)
     RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
     lane = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -162,8 +165,10 @@ def _gqa_merge_kernel(
     VALUE_WIDTH: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (lane, query head): put the splits' partial results together, always in the same order."""
+    wait_for_previous(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     rows = tl.num_programs(0).to(tl.int64) * splits * GROUP
@@ -272,6 +277,7 @@ def gqa_decode(
             key_block,
             value_block,
             token_block,
+            **early_launch(buffer),
             num_warps=4 if (key_block + value_block) * query.element_size() <= 512 else 8,
             num_stages=2,
         )
@@ -283,6 +289,7 @@ def gqa_decode(
             value_width,
             value_block,
             block_of(splits),
+            **early_launch(buffer),
             num_warps=4,
         )
     return output

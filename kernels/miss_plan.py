@@ -45,10 +45,12 @@ class HostSource(NamedTuple):
     pool : ``[records, host_lanes, E]``
         In (pinned) host memory.
     host_rows : int32 ``[batch, capacity]``
+    page_table : int32 ``[lanes, capacity]``
     plan : MissPlan
         Of the selection that is attended to.
     """
 
     pool: torch.Tensor
     host_rows: torch.Tensor
+    page_table: torch.Tensor
     plan: MissPlan

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, ceil_div, check_source, on_device_of, use_triton
-from .fetch import fetch
+from .early_launch import early_launch, wait_for_previous
+from .fetch_ahead import fetch_ahead
 from .miss_plan import HostSource
 
 _HEADS, _ROWS = 64, 64  # in a product, at most
@@ -118,12 +119,14 @@ def _mla_split_kernel(
     VALUE_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (lane, split, block of heads), the last fastest, so that a row is read once from memory.
 
     Flash attention of a block of heads over one stretch of the lane's selection. A single split leaves the
     result; several leave the sum of values, unnormalised, and the maximum and the sum of the weights.
     """
+    wait_for_previous(EARLY)
     KEY_WIDTH: tl.constexpr = VALUE_WIDTH + ROPE_WIDTH
     HEAD_BLOCKS: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     lane_split = tl.program_id(0) // HEAD_BLOCKS
@@ -219,8 +222,10 @@ def _mla_merge_kernel(
     VALUE_WIDTH: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (lane and head, block of columns): put the splits together, always in the same order."""
+    wait_for_previous(EARLY)
     lane_head = tl.program_id(0)
     column = tl.program_id(1) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
     split = tl.arange(0, SPLIT_BLOCK)
@@ -271,7 +276,7 @@ def mla_decode(
         heads, row_bytes, buffer.element_size(), _shared_memory(buffer.get_device())
     )
     if source is not None and heads > head_block:  # each block of heads would bring the same rows
-        fetch(*source, buffer)
+        fetch_ahead(selection, slots, source, buffer)
         source = None
     num_warps = 4 if head_block == 16 and buffer.element_size() == 2 else 8
     programs = lanes * ceil_div(heads, head_block)
@@ -314,6 +319,7 @@ def mla_decode(
             value_block,
             rope_block,
             row_block,
+            **early_launch(buffer),
             num_warps=num_warps,
             num_stages=_STAGES,
         )
@@ -327,6 +333,7 @@ def mla_decode(
                 value_width,
                 block_of(splits),
                 _MERGED_COLUMNS,
+                **early_launch(buffer),
                 num_warps=4,
             )
     return output

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, ceil_div, check_position, heads_per_row, on_device_of, use_triton
+from .early_launch import early_launch, wait_for_previous
 
 _PAGES = 64  # per program of quest_scores
 
@@ -24,8 +25,10 @@ def _quest_update_kernel(
     PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per lane."""
+    wait_for_previous(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     at = tl.load(position)
     column = tl.arange(0, BLOCK)
@@ -64,8 +67,10 @@ def _quest_scores_kernel(
     GROUP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (lane, block of pages)."""
+    wait_for_previous(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * PAGES
     page = first + tl.arange(0, PAGES)
@@ -133,6 +138,7 @@ def quest_update(
             page_size,
             width,
             block_of(width),
+            **early_launch(bounds),
             num_warps=1,
         )
 
@@ -173,6 +179,7 @@ def quest_scores(
             block_of(group, 16),
             block_of(width, 16),
             _PAGES,
+            **early_launch(bounds),
             num_warps=4,
         )
     return scores

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, check_position, on_device_of, use_triton
+from .early_launch import early_launch, wait_for_previous
 
 _MOST_PAGES = 2**15  # that one program holds in registers; torch selects among more
 
@@ -23,8 +24,10 @@ def _quest_select_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per lane: find the k-th best score by bisection, gather the pages from there on, sort those few."""
+    wait_for_previous(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     scores += lane * scores_stride
     selection += lane * (k + 1)
@@ -99,6 +102,7 @@ def quest_select(scores: torch.Tensor, position: torch.Tensor, page_size: int, t
             page_size,
             block,
             block_of(top_k - 1, 16),
+            **early_launch(scores),
             num_warps=max(4, min(32, block // 512)),
         )
     return selection

@@ -8,16 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-LOG_LENGTH = 4  # entries of the log per slot: a longer one is cleared of outdated entries less often
-
-_BLOCK = 4096  # entries looked at at a time
+LOG_LENGTH = 8  # entries of the log per slot: a longer one is cleared of outdated entries less often
 
 
 class Recency(NamedTuple):
     """The slots of each lane in the order of their last use.
 
     Every use appends a slot to `uses`; its earlier entries are outdated then. Entry ``i`` is current if ``stamps[uses[i]] == i``,
-    and every slot has one current entry, between head and tail. What is least recently used is found from the head on.
+    and every slot has one current entry, between head and tail; one that was skipped is not current, since no slot has its stamp.
+    What is least recently used is found from the head on.
 
     Attributes
     ----------
@@ -59,10 +58,8 @@ class Recency(NamedTuple):
 
 
 @triton.jit
-def make_room(uses, stamps, span, needed, length, BLOCK: tl.constexpr):
+def make_room(uses, stamps, head, tail, needed, length, BLOCK: tl.constexpr):
     """Head and tail of a lane's log; if `needed` more entries do not fit, after its current entries have moved to the front."""
-    head = tl.load(span)
-    tail = tl.load(span + 1)
     if tail + needed > length:
         moved = 0
         for start in range(head, tail, BLOCK):
@@ -86,7 +83,8 @@ def check_recency(recency: Recency, lanes: int, slots: int) -> None:
     Raises
     ------
     ValueError
-        For another dtype, shape, or memory layout, or a log that cannot hold two entries a slot.
+        For another dtype, shape, or memory layout, or a log that cannot hold three entries a slot: the current ones and
+        those of one resolve.
     """
     uses, stamps, span = recency
     if not uses.dtype is stamps.dtype is span.dtype is torch.int32:
@@ -96,9 +94,9 @@ def check_recency(recency: Recency, lanes: int, slots: int) -> None:
             f"recency must be [{lanes}, N], [{lanes}, {slots}] and [{lanes}, 2], "
             f"got {list(uses.shape)}, {list(stamps.shape)} and {list(span.shape)}"
         )
-    if uses.shape[1] < 2 * slots:
+    if uses.shape[1] < 3 * slots:
         raise ValueError(
-            f"recency.uses must have at least two entries per slot, got {uses.shape[1]} for {slots}"
+            f"recency.uses must have at least three entries per slot, got {uses.shape[1]} for {slots}"
         )
     if not (uses.is_contiguous() and stamps.is_contiguous() and span.is_contiguous()):
         raise ValueError("recency must be contiguous")

@@ -40,7 +40,9 @@ def _current(recency: Recency, head: torch.Tensor, tail: torch.Tensor) -> torch.
     return inside & (stamps.gather(1, uses.long()) == entry)
 
 
-def _make_room(recency: Recency, needed: int, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_room(
+    recency: Recency, needed: torch.Tensor | int, where: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Head and tail, int64 ``[lanes]``, after the lanes `where` whose log cannot take `needed` more entries have cleared it."""
     uses, stamps, span = recency
     full = where & (span[:, 1] + needed > uses.shape[1])
@@ -230,10 +232,12 @@ def resolve(
 
     history_fits = int(position) // tokens_per_record + 1 <= slot_count
     changed = (count > 0) | (not history_fits)
-    head, tail = _make_room(recency, k, changed)
+    asking = missing.sum(1)
+    head, tail = _make_room(recency, asking + k, changed)
     hit = (slot >= 0) & changed[:, None]
-    end = tail + count + hit.sum(1)
-    _use(recency, slot, end[:, None] - hit.cumsum(1), hit)
+    end = torch.where(changed, tail + asking + k, tail)
+    index = torch.arange(k, device=device)
+    _use(recency, slot, end[:, None] - 1 - index, hit)
 
     # The victims are the first current entries: those of hits are outdated now.
     current = _current(recency, head, tail)
@@ -241,11 +245,10 @@ def resolve(
     lane_of, entry = victim.nonzero(as_tuple=True)
     plan.slots.fill_(-1)
     plan.slots[lane_of, victim.cumsum(1)[lane_of, entry] - 1] = recency.uses[lane_of, entry]
-    index = torch.arange(recency.uses.shape[1], device=device)
-    recency.span[:, 0] = torch.where(victim, index + 1, head[:, None]).amax(1)
+    after = torch.arange(recency.uses.shape[1], device=device) + 1
+    recency.span[:, 0] = torch.where(victim, after, head[:, None]).amax(1)
     recency.span[:, 1] = end
-    taken = plan.slots >= 0
-    _use(recency, plan.slots, (tail + count)[:, None] - 1 - torch.arange(k, device=device), taken)
+    _use(recency, plan.slots, (tail + asking)[:, None] - 1 - index, plan.slots >= 0)
 
     # Forget the evicted, install the fetched.
     lane_of, at = (plan.slots >= 0).nonzero(as_tuple=True)
@@ -292,6 +295,25 @@ def fetch(
     buffer[lane, plan.slots[lane, at].long()] = data.to(buffer.device)
 
 
+def fetch_ahead(
+    selection: torch.Tensor, slots: torch.Tensor, source: HostSource, buffer: torch.Tensor
+) -> None:
+    """Copy what a resolve found missing from the host pool into its slots, as `fetch` does.
+
+    Parameters
+    ----------
+    selection : int32 or int64 ``[lanes, k]``
+        What was resolved.
+    slots : int32 ``[lanes, k]``
+        Its slots.
+    source : HostSource
+        The host pool, its rows, the page table, and the plan of that resolve.
+    buffer : ``[lanes, B, E]``
+        Output; other slots are not touched.
+    """
+    fetch(source.pool, source.host_rows, source.plan, buffer)
+
+
 def gqa_decode(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -336,7 +358,7 @@ def gqa_decode(
     ``[lanes, group, value_width]`` in the query's dtype; zeros where no token may be read.
     """
     if source is not None:
-        fetch(*source, buffer)
+        fetch_ahead(selection, slots, source, buffer)
     lanes, k = selection.shape
     value_width = buffer.shape[2] // tokens_per_record - key_width
     data = _selected(buffer, selection, slots, source).float()  # [lanes, k, E]
@@ -508,7 +530,7 @@ def mla_decode(
     ``[lanes, heads, value_width]`` in the query's dtype; zeros where nothing is selected.
     """
     if source is not None:
-        fetch(*source, buffer)
+        fetch_ahead(selection, slots, source, buffer)
     lanes = query.shape[0]
     selected = selection >= 0
     owner = torch.arange(lanes, device=buffer.device)[:, None] // (lanes // buffer.shape[0])

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, check_position, check_state, on_device_of, use_triton
+from .early_launch import early_launch, wait_for_previous
 from .miss_plan import MissPlan
 from .recency import Recency, check_recency, make_room
 
@@ -15,6 +16,8 @@ _CLEAR_BLOCK = 4096  # entries of a full log looked at at a time
 _SCAN_BLOCK = 1024  # entries looked at at a time in search of what to evict
 
 
+# Divisible or not, sizes are not specialized on: gathers and scatters want a thread's elements far from each other, which the
+# compiler chooses where it sees nothing to vectorize, and prefers to conversions of the layout before each of them.
 @triton.jit(do_not_specialize=["selection_stride", "table_stride", "k", "slot_count", "log_length"])
 def _resolve_kernel(
     selection,
@@ -39,12 +42,14 @@ def _resolve_kernel(
     K_BLOCK: tl.constexpr,
     CLEAR_BLOCK: tl.constexpr,
     SCAN_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per lane.
 
     Needs no scratch memory: the page table entry of a missing record names, for the moment, the first of the entries that ask
     for it.
     """
+    wait_for_previous(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     page_table += lane * table_stride
     slot_records += lane * slot_count
@@ -59,68 +64,84 @@ def _resolve_kernel(
     index = tl.arange(0, K_BLOCK)
     inside = index < k
     record = tl.load(selection + lane * selection_stride + index, mask=inside, other=-1).to(tl.int32)
+    history = tl.load(position) // TOKENS + 1
+    head = tl.load(span)
+    tail = tl.load(span + 1)
+    selected = counters + lane * 2
+    selected_before = tl.load(selected)
+    missed_before = tl.load(selected + 1)
     valid = record >= 0
     slot = tl.load(page_table + record, mask=valid, other=-1)
+    hit = slot >= 0
     missing = valid & (slot < 0)
-    count = tl.sum(missing.to(tl.int32), axis=0)
-    history = tl.load(position) // TOKENS + 1
+    # One reduction for two counts: of valid entries, and of those that ask for a missing record (some may ask for the same one).
+    BITS: tl.constexpr = 16 if K_BLOCK < 32768 else 32
+    NUMBER: tl.constexpr = tl.int32 if K_BLOCK < 32768 else tl.int64
+    both = tl.sum((valid.to(NUMBER) << BITS) + missing.to(NUMBER), axis=0)
+    asking = (both & ((1 << BITS) - 1)).to(tl.int32)
+    count = asking
 
-    if (count > 0) | (history > slot_count):
-        head, tail = make_room(uses, stamps, span, k, log_length, CLEAR_BLOCK)
+    if (asking > 0) | (history > slot_count):
+        head, tail = make_room(uses, stamps, head, tail, asking + k, log_length, CLEAR_BLOCK)
         # Of the entries that ask for the same missing record, the first one fetches it: it wins the minimum.
         claim = index - (1 << 30)
         tl.atomic_min(page_table + record, claim, mask=missing, sem="relaxed")
-        tl.debug_barrier()
-        winner = tl.load(page_table + record, mask=missing, other=0)
-        fetched = missing & (winner == claim)
-        rank = tl.cumsum(fetched.to(tl.int32), axis=0) - 1
-        count = tl.sum(fetched.to(tl.int32), axis=0)
-        tl.store(plan_records + rank, record, mask=fetched)
-
-        hit = slot >= 0
-        end = tail + count + tl.sum(hit.to(tl.int32), axis=0)
-        entry = end - tl.cumsum(hit.to(tl.int32), axis=0)  # what is named first is the most recent
+        # Room for what is fetched, then one entry for each of the selection, what is named first being the most recent. Those
+        # that are no hits stay unwritten: to close the gaps would take a prefix sum.
+        entry = tail + asking + k - 1 - index
         tl.store(uses + entry, slot, mask=hit)
         tl.atomic_max(stamps + slot, entry, mask=hit, sem="relaxed")  # of duplicates the first one counts
-        tl.debug_barrier()
 
-        # The victims are the first current entries: those of hits are outdated now.
-        found = 0
-        start = head
-        while found < count:
-            place = start + tl.arange(0, SCAN_BLOCK)
-            oldest = tl.load(uses + place, mask=place < tail, other=0)
-            stamp = tl.load(stamps + oldest, mask=place < tail, other=-1)
-            current = (place < tail) & (stamp == place)
-            victim_rank = found + tl.cumsum(current.to(tl.int32), axis=0) - 1
-            victim = current & (victim_rank < count)
-            tl.store(plan_slots + victim_rank, oldest, mask=victim)
-            evicted = tl.load(slot_records + oldest, mask=victim, other=-1)
+        if asking > 0:
+            # The first entries to look at, on their way while the claims are.
+            start = head
+            scan = tl.arange(0, SCAN_BLOCK)
+            oldest = tl.load(uses + start + scan, mask=start + scan < tail, other=0)
+            tl.debug_barrier()
+            winner = tl.load(page_table + record, mask=missing, other=0)
+            fetched = missing & (winner == claim)
+            place_among = tl.cumsum(fetched.to(tl.int32), axis=0)
+            count = tl.max(place_among, axis=0)
+            rank = place_among - 1
+            tl.store(plan_records + rank, record, mask=fetched)
+
+            # The victims are the first current entries: those of hits are outdated now.
+            found = 0
+            while found < count:
+                place = start + scan
+                current = (place < tail) & (tl.load(stamps + oldest, mask=place < tail, other=-1) == place)
+                start += SCAN_BLOCK
+                following = tl.load(uses + start + scan, mask=start + scan < tail, other=0)
+                victim_rank = found + tl.cumsum(current.to(tl.int32), axis=0) - 1
+                victim = current & (victim_rank < count)
+                tl.store(plan_slots + victim_rank, oldest, mask=victim)
+                head = tl.maximum(head, tl.max(tl.where(victim, place + 1, 0), axis=0))
+                found = tl.max(victim_rank, axis=0) + 1
+                oldest = following
+            tl.debug_barrier()
+
+            new_slot = tl.load(plan_slots + rank, mask=fetched, other=0)
+            evicted = tl.load(slot_records + new_slot, mask=fetched, other=-1)
             tl.store(page_table + evicted, -1, mask=evicted >= 0)
-            head = tl.maximum(head, tl.max(tl.where(victim, place + 1, 0), axis=0))
-            found += tl.sum(current.to(tl.int32), axis=0)
-            start += SCAN_BLOCK
+            tl.store(page_table + record, new_slot, mask=fetched)
+            tl.store(slot_records + new_slot, record, mask=fetched)
+            entry = tail + asking - 1 - rank
+            tl.store(uses + entry, new_slot, mask=fetched)
+            tl.store(stamps + new_slot, entry, mask=fetched)
+            slot = tl.where(fetched, new_slot, slot)
+            if count < asking:
+                tl.debug_barrier()  # duplicates read what the first installed
+                slot = tl.where(missing, tl.load(page_table + record, mask=missing, other=-1), slot)
         tl.store(span, head)
-        tl.store(span + 1, end)
-        tl.debug_barrier()
-
-        new_slot = tl.load(plan_slots + rank, mask=fetched, other=0)
-        tl.store(page_table + record, new_slot, mask=fetched)
-        tl.store(slot_records + new_slot, record, mask=fetched)
-        entry = tail + count - 1 - rank
-        tl.store(uses + entry, new_slot, mask=fetched)
-        tl.store(stamps + new_slot, entry, mask=fetched)
-        tl.debug_barrier()  # duplicates read what the first installed
-        slot = tl.where(missing, tl.load(page_table + record, mask=missing, other=-1), slot)
+        tl.store(span + 1, tail + asking + k)
 
     tl.store(slots + index, slot, mask=inside)
     tl.store(plan_missing + index, missing, mask=inside)
     tl.store(plan_records + index, -1, mask=inside & (index >= count))
     tl.store(plan_slots + index, -1, mask=inside & (index >= count))
     tl.store(plan_count + lane, count)
-    selected = counters + lane * 2
-    tl.store(selected, tl.load(selected) + tl.sum(valid.to(tl.int32), axis=0))
-    tl.store(selected + 1, tl.load(selected + 1) + count)
+    tl.store(selected, selected_before + (both >> BITS))
+    tl.store(selected + 1, missed_before + count)
 
 
 def resolve(
@@ -176,7 +197,8 @@ def resolve(
             k_block,
             min(block_of(slot_count), _CLEAR_BLOCK),
             min(k_block, _SCAN_BLOCK),
-            num_warps=4 if k_block <= 512 else 8 if k_block <= 1024 else 16,
+            **early_launch(slot_records),
+            num_warps=4 if k_block <= 512 else 8,
         )
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, check_host_rows, check_position, check_tokens, on_device_of, use_triton
+from .early_launch import early_launch, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["host_rows_stride", "host_lanes", "heads", "slot_count"])
@@ -30,8 +31,10 @@ def _write_row_kernel(
     VALUE_WIDTH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per lane."""
+    wait_for_previous(EARLY)
     RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
     lane = tl.program_id(0).to(tl.int64)
     at = tl.load(position)
@@ -105,6 +108,7 @@ def write_row(
             value_width,
             block_of(key_width),
             block_of(value_width),
+            **early_launch(buffer),
             num_warps=4,
         )
 

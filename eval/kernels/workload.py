@@ -13,6 +13,7 @@ from hf_hisparse.host_memory import PinnedArea
 from hf_hisparse.host_pool import HostPool
 from hf_hisparse.hot_buffer import HotBuffer
 from hf_hisparse.records import RecordLayout
+from hisparse_kernels.fetch_ahead import fetch_ahead
 from hisparse_kernels.miss_plan import HostSource
 
 
@@ -70,12 +71,12 @@ class Workload:
     def read(self, selection: torch.Tensor) -> torch.Tensor:
         """resolve, then fetch; the slots."""
         slots = self.buffer.resolve(selection, self.position)
-        self.buffer.fetch(self.buffer.plan, self.pool)
+        fetch_ahead(selection, slots, self.source(), self.buffer.data)
         return slots
 
     def source(self) -> HostSource:
         """Where attention reads what the last resolve found missing."""
-        return HostSource(self.pool.records, self.pool.host_rows, self.buffer.plan)
+        return HostSource(self.pool.records, self.pool.host_rows, self.buffer.page_table, self.buffer.plan)
 
     def time(self, call: Callable[[torch.Tensor], Any]) -> Time:
         """Microseconds per selection."""

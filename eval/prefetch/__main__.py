@@ -76,7 +76,6 @@ def without_io() -> Iterator[None]:
     skip = lambda *args: None  # noqa: E731
     resolve = LatentLayer.resolve
     with ExitStack() as patches:
-        patches.enter_context(mock.patch("hf_hisparse.hot_buffer.fetch", skip))
         patches.enter_context(mock.patch("hf_hisparse.prefetch.fetch", skip))
         patches.enter_context(
             mock.patch.object(LatentLayer, "resolve", lambda layer, chosen: (resolve(layer, chosen)[0], None))

@@ -11,6 +11,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
+from hisparse_kernels.fetch_ahead import fetch_ahead
 from hisparse_kernels.miss_plan import HostSource
 
 from ..active import current_call
@@ -277,7 +278,7 @@ class LatentLayer(HostedLayer):
                 )
             else:
                 if source is not None:
-                    self.buffer.fetch(source.plan, self.pool)
+                    fetch_ahead(selection, slots, source, self.buffer.data)
                 at = slots.clamp(min=0).long()[:, :, None].expand(-1, -1, self.layout.elements)
                 rows = self.buffer.data.gather(1, at)
                 output = expanded.decode(query[:, :, row], rows, selection, mask[:, :, row], indices[:, row])

@@ -197,8 +197,15 @@ def left_on_the_host(
     plan.missing.copy_(missing)
     inputs["buffer"] = buffer
     on_device = MissPlan(*(part.to(device) for part in plan))
+    page_table = torch.full((lanes, records), -1, dtype=torch.int32)
+    for i in range(lanes):
+        here = (selection[i] >= 0) & ~missing[i]
+        page_table[i, selection[i, here]] = slots[i, here].int()
     return HostSource(
-        pool if device.type == "cpu" else pool.pin_memory(), host_rows.int().to(device), on_device
+        pool if device.type == "cpu" else pool.pin_memory(),
+        host_rows.int().to(device),
+        page_table.to(device),
+        on_device,
     )
 
 
@@ -208,6 +215,9 @@ WRONG_SOURCES = [  # what to do to a `HostSource`, and the word by which the err
     pytest.param(lambda source: source._replace(pool=source.pool[:, :, ::2]), "pool", id="strides"),
     pytest.param(
         lambda source: source._replace(host_rows=source.host_rows.long()), "host_rows", id="host_rows"
+    ),
+    pytest.param(
+        lambda source: source._replace(page_table=source.page_table.long()), "page_table", id="page_table"
     ),
     pytest.param(
         lambda source: source._replace(plan=source.plan._replace(missing=source.plan.missing[:, 1:])),

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from hisparse_kernels import reference
 from hisparse_kernels.append import append
-from hisparse_kernels.fetch import fetch
+from hisparse_kernels.fetch_ahead import fetch_ahead
+from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.resolve import resolve
 
 from .layers import GPU, Layer, assert_same_bits, at, random_bits, random_selection
@@ -67,18 +68,19 @@ class Step(NamedTuple):
         return Step(*(tensor.to(device) for tensor in self))
 
 
-KERNELS = append, resolve, fetch
-REFERENCES = reference.append, reference.resolve, reference.fetch
+KERNELS = append, resolve, fetch_ahead
+REFERENCES = reference.append, reference.resolve, reference.fetch_ahead
 
 
 def run(functions: tuple, layer: Layer, kind: Kind, step: Step) -> None:
-    append_, resolve_, fetch_ = functions
+    append_, resolve_, fetch_ahead_ = functions
     host = layer.pool, layer.host_rows
     tables = layer.page_table, layer.slot_records, layer.recency
     outputs = layer.counters, layer.slots, layer.plan
     append_(step.keys, step.values, step.position, *host, layer.buffer, *tables, kind.tokens)
     resolve_(step.selection, step.position, *tables, *outputs, kind.tokens)
-    fetch_(*host, layer.plan, layer.buffer)
+    source = HostSource(*host, layer.page_table, layer.plan)
+    fetch_ahead_(step.selection, layer.slots, source, layer.buffer)
 
 
 def before_the_first_step(kind: Kind, steps: int) -> Layer:

@@ -187,15 +187,15 @@ def test_what_is_fetched_ranks_by_the_selection_too(device, implementation):
 
 @IMPLEMENTATIONS
 def test_a_full_log_is_cleared(device, implementation):
-    """Hits alone fill it, in lanes that do not fill it at the same time; then something is evicted."""
+    """Hits alone fill that of one lane, hits and misses that of the other, sooner."""
     want = Layer.new(heads=2, k=4, slots=6, capacity=20)
     want.slot_records[:] = torch.arange(6)
     want.page_table[:, :6] = torch.arange(6)
     want.recency.set_order(torch.arange(6, dtype=torch.int32).repeat(2, 1))
     got = want.to(device)
     cleared = [0, 0]
-    for step in range(40):
-        selection = torch.tensor([[step % 6, (step + 1) % 6, -1, -1], [step % 6, 4, 5, (step + 2) % 4]])
+    for step in range(80):
+        selection = torch.tensor([[step % 6, (step + 1) % 6, -1, -1], [4, 5, 4, 6 + step % 14]])
         if step == 25:
             selection[0, 3] = 17
         tails = got.span[:, 1].tolist()

@@ -1,0 +1,117 @@
+"""fetch_ahead: after a resolve, the kernel against the reference and against what the host holds, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hisparse_kernels import fetch_ahead as fetch_ahead_module
+from hisparse_kernels import reference
+from hisparse_kernels.fetch_ahead import fetch_ahead
+from hisparse_kernels.miss_plan import HostSource
+from hisparse_kernels.resolve import resolve
+
+from .layers import GPU, WRONG_SOURCES, Layer, assert_same_bits, random_selection
+from .test_fetch import BIG, FIELDS, SMALL
+
+
+def source_of(layer: Layer) -> HostSource:
+    return HostSource(layer.pool, layer.host_rows, layer.page_table, layer.plan)
+
+
+def run(resolve_, fetch_ahead_, layer: Layer, selection: torch.Tensor) -> None:
+    """Resolve and fetch, nothing between them, as a decode step does."""
+    capacity = layer.page_table.shape[1]
+    tables = layer.page_table, layer.slot_records, layer.recency
+    position = torch.full(
+        (1,), capacity - 1, device=layer.buffer.device
+    )  # not copied there: a graph is captured of it
+    resolve_(selection, position, *tables, layer.counters, layer.slots, layer.plan, 1)
+    fetch_ahead_(selection, layer.slots, source_of(layer), layer.buffer)
+
+
+def layer_of(batch, heads, k, slots, capacity, record_width, dtype) -> Layer:
+    shape = {"batch": batch, "heads": heads, "k": k, "slots": slots, "capacity": capacity}
+    return Layer.new(**shape, record_width=record_width, dtype=dtype, spare_host_rows=1).fill(0.5)
+
+
+@pytest.mark.parametrize(FIELDS, SMALL + BIG)
+def test_kernel_is_the_reference(device, batch, heads, k, slots, capacity, record_width, dtype):
+    generator = torch.Generator().manual_seed(k)
+    want = layer_of(batch, heads, k, slots, capacity, record_width, dtype)
+    got = want.to(device)
+    for step in range(4):
+        selection = random_selection(batch * heads, k, capacity, generator)
+        run(resolve, fetch_ahead, got, selection.to(device))
+        run(reference.resolve, reference.fetch_ahead, want, selection)
+        got.assert_same(want, f"step {step}: ")
+
+
+@pytest.mark.parametrize("programs, words", [(1, 16), (9, 64), (512, 256)])
+@pytest.mark.parametrize("k", [11, pytest.param(600, marks=GPU)])
+def test_however_the_work_is_cut(device, monkeypatch, k, programs, words):
+    """Into parts of a selection, rounds of entries and of records, pieces of a record that does not divide into them."""
+    monkeypatch.setattr(fetch_ahead_module, "_PROGRAMS", programs)
+    monkeypatch.setattr(fetch_ahead_module, "_WORDS", words)
+    generator = torch.Generator().manual_seed(0)
+    want = layer_of(2, 2, k, k + 2, 5 * k, 200, torch.float16)
+    got = want.to(device)
+    for step in range(3):
+        selection = random_selection(4, k, 5 * k, generator, torch.int64)
+        run(resolve, fetch_ahead, got, selection.to(device))
+        run(reference.resolve, reference.fetch_ahead, want, selection)
+        got.assert_same(want, f"step {step}: ")
+
+
+@GPU
+@pytest.mark.parametrize("lanes", [1, 5, 64])
+def test_nothing_is_read_before_it_is_written(device, lanes):
+    """All host records change and the selection is made right before each resolve, in one graph."""
+    k, capacity = 2048, 9000
+    got = Layer.new(batch=lanes, k=k, slots=4096, capacity=capacity, record_width=64).to(device)
+    pinned = torch.empty_like(got.pool, pin_memory=True)
+    got.pool = pinned.copy_(got.pool)
+    generator = torch.Generator().manual_seed(lanes)
+    chosen = random_selection(lanes, k, capacity, generator).to(device)
+    selection = torch.empty_like(chosen)
+    written = got.pool.to(device).view(torch.int16)
+
+    def step() -> None:
+        got.pool.view(torch.int16).copy_(written.add_(1), non_blocking=True)
+        torch.add(chosen, 0, out=selection)
+        run(resolve, fetch_ahead, got, selection)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    fetched_ones = 0
+    for _ in range(200):
+        chosen.copy_(random_selection(lanes, k, capacity, generator))
+        graph.replay()
+        lane, i = got.plan_missing.nonzero(as_tuple=True)
+        record, slot = selection[lane, i].long(), got.slots[lane, i].long()
+        fetched_ones += len(lane)
+        fetched = written[record, got.host_rows[lane, record].long()]
+        assert_same_bits("slots", got.buffer[lane, slot].view(torch.int16), fetched)
+    assert fetched_ones > 10_000 * lanes
+
+
+@pytest.mark.parametrize("change, name", WRONG_SOURCES)
+def test_wrong_source(change, name):
+    layer = layer_of(2, 2, 4, 6, 20, 8, torch.float16)
+    selection = torch.zeros(4, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=name):
+        fetch_ahead(selection, layer.slots, change(source_of(layer)), layer.buffer)
+
+
+def test_wrong_slots_or_records():
+    layer = layer_of(2, 2, 4, 6, 20, 8, torch.float16)
+    selection = torch.zeros(4, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"slots must be a contiguous int32 \[4, 4\]"):
+        fetch_ahead(selection, layer.slots[:, :3], source_of(layer), layer.buffer)
+    with pytest.raises(ValueError, match="slots must be a contiguous int32"):
+        fetch_ahead(selection, layer.slots.long(), source_of(layer), layer.buffer)
+    layer = layer_of(2, 2, 4, 6, 20, 5, torch.float16)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        fetch_ahead(selection, layer.slots, source_of(layer), layer.buffer)
