@@ -83,6 +83,9 @@ def _enter(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     ours = [cache for cache in caches if hasattr(cache, "hosted_layers")]
     # An interrupt leaves without `_leave`: a decoder is in one call at a time.
+    for inner, interrupted in _calls.get():
+        if inner() is decoder and interrupted is not None and interrupted.cache is not None:
+            interrupted.cache.take_back()
     outer = tuple(entry for entry in _calls.get() if entry[0]() not in (None, decoder))
     this = weakref.ref(decoder)
     _calls.set((*outer, (this, Call(this, weakref.ref(ours[0])) if ours else None)))

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from . import saved
 from .active import current_call
 from .attention import BASES
+from .change import Change
 from .enable import enable, text_config
 from .fingerprint import config_fingerprint, model_fingerprint
 from .graphs import DecodeGraphs
@@ -30,7 +31,6 @@ from .models.family import (
     checked_buffer,
     connect,
     family_of,
-    hosted_of,
     native_layers,
     new_layers,
     own_of,
@@ -186,8 +186,12 @@ class HiSparseCache(Cache):
         connect(family, layers)
         limits = Limits(host_limit, device_limit, family, buffers)
         positions = getattr(text_config(config), "max_position_embeddings", None)
-        self.room = Room(layers, sizes, limits, self.padding, host_dense_layers, positions)
+        self.change = Change()
+        self.room = Room(layers, self.change, sizes, limits, self.padding, host_dense_layers, positions)
         super().__init__(layers=layers)
+        # Layers that hold tokens: all but linear attention.
+        self._with_tokens = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+        self._called = False  # whether a call has begun since layers were last compared
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
@@ -213,8 +217,7 @@ class HiSparseCache(Cache):
         self.padding.reset()
         for layer in self.hosted_layers:
             layer.close()
-        self.room.ahead.wait()  # its thread stops at the piece it is at, and gives that back
-        self.layers.clear()
+        self.room.close()
         self._layers = None
 
     def __enter__(self) -> HiSparseCache:
@@ -239,7 +242,8 @@ class HiSparseCache(Cache):
     @property
     def hosted_layers(self) -> list[HostedLayer]:
         """The layers whose KV lives on the host."""
-        return hosted_of(self.layers)
+        _ = self.layers  # raises once it is closed
+        return self.room.hosted
 
     @property
     def sparse_layers(self) -> list[HostedLayer]:
@@ -260,20 +264,19 @@ class HiSparseCache(Cache):
         RuntimeError
             If the model is not enabled, or an earlier call was interrupted.
         """
-        begins = layer_idx == self._first_layer
+        begins = layer_idx == self._with_tokens[0]
         if begins:  # first: another model's keys may well have another shape
             self._check_caller()
         self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
         if begins:
             self._begin_call(key_states, value_states)
-        rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not isinstance(self.layers[layer_idx], HostedLayer | ResidentLayer):
+        self._called = True
+        if isinstance(self.layers[layer_idx], HostedLayer | ResidentLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        with self.change:  # transformers' own layers cannot tell how far they came
+            rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             trim(self.layers[layer_idx])
         return rows
-
-    @property
-    def _first_layer(self) -> int:
-        return next(i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))
 
     def _check_caller(self) -> None:
         """Refuse a model that is not enabled."""
@@ -303,22 +306,36 @@ class HiSparseCache(Cache):
             )
 
     def check_whole(self) -> None:
-        """Refuse to go on after a call that did not finish (RuntimeError)."""
-        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        rows = {layer.held_rows for layer in own_of(self.layers) if layer.get_seq_length()}
-        if len(lengths) > 1 or len(rows) > 1 or any(layer.interrupted for layer in self.hosted_layers):
+        """Refuse to go on after a call, or a change of all layers, that did not finish (RuntimeError).
+
+        Layers are compared once after each eager call; a replayed step is a `Change` of all of them.
+        """
+        if self._called and not self.change.unfinished:
+            agree = self._layers_agree()
+            if not agree:
+                self.take_back()  # an error has done that, an interrupt has not
+                agree = self._layers_agree()
+            self._called = not agree
+        if self._called or self.change.unfinished:
             raise RuntimeError(
                 "the last call through this HiSparseCache did not finish, so its layers hold different tokens: call "
                 "cache.reset() and start again. If it happens again without another error, the model is not enabled (call "
                 "hf_hisparse.enable(model)) or changes its keys after the cache returned them (use DynamicCache)"
             )
 
+    def _layers_agree(self) -> bool:
+        """Whether all layers hold the same tokens and have finished with them."""
+        layers = [self.layers[index] for index in self._with_tokens]
+        lengths = {layer.get_seq_length() for layer in layers}
+        return len(lengths) == 1 and not any(getattr(layer, "interrupted", False) for layer in layers)
+
     def take_back(self) -> None:
         """After a call that failed: be as before it, if no hosted layer has stored any of its tokens and no other layer lost any.
 
         Where that cannot be, `check_whole` refuses to go on.
         """
-        if self._layers is None or self.padding.capturing:  # a failed capture is undone by who began it
+        # A failed capture is undone by who began it.
+        if self._layers is None or self.padding.capturing or self.change.unfinished:
             return
         stored = {layer.stored for layer in self.hosted_layers}
         before = stored.pop()
@@ -331,12 +348,10 @@ class HiSparseCache(Cache):
         ]
         # Of what a sliding window or linear attention held before, nothing is left.
         if before and not all(isinstance(layer, HostedLayer | ResidentLayer) for layer in ahead):
+            self.change.unfinished = True
             return
-        for layer in ahead:
-            if isinstance(layer, HostedLayer):
-                layer.take_back()
-            elif isinstance(layer, ResidentLayer):
-                layer.crop(before - layer.get_seq_length())
+        for layer in own_of(self.layers):
+            layer.take_back(before)
         self.hosted_layers[0].stream.forget()
         if not before:
             self._renew_native_layers()
@@ -417,6 +432,7 @@ class HiSparseCache(Cache):
             If host or device memory does not suffice; the cache is empty then.
         """
         self._refuse_while_recording("put_history")
+        self.check_whole()
         if self.get_seq_length():
             raise ValueError(
                 f"put_history: the cache holds {self.get_seq_length()} tokens already: call cache.reset() first"
@@ -438,7 +454,7 @@ class HiSparseCache(Cache):
             shape = self._family.kv_shape(index, hosted=isinstance(self.layers[index], HostedLayer))
             history.check(index, shape, first, None if model is None else model.dtype)
             self._check_states(self.layers[index], index, history.keys, history.values)
-            if index == self._first_layer:
+            if index == self._with_tokens[0]:
                 self._check_dtype(history.keys)
                 self.room.make(history.keys, history.values)
             layer = self.layers[index]  # another one if dense layers have just moved to the host
@@ -492,24 +508,32 @@ class HiSparseCache(Cache):
                     f"crop({tokens}): give the number of tokens to remove as a negative number, crop(-{tokens}), or 0"
                 )
             tokens = min(0, tokens - self.get_seq_length())
-        # A sliding window may refuse, so it is asked before anything changes.
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
-            layer.crop(tokens)
+        self._called = True
+        for layer in self.layers:  # a sliding window may refuse, so it is asked before anything changes
             if not isinstance(layer, HostedLayer | ResidentLayer):
+                layer.crop(tokens)
                 trim(layer)
-        self.padding.crop(self.get_seq_length())
-        if not self.get_seq_length():
-            self._renew_native_layers()  # what comes next may have another shape
+        with self.change:
+            for layer in own_of(self.layers):
+                layer.crop(tokens)
+            self.padding.crop(self.get_seq_length())
+            if not self.get_seq_length():
+                self._renew_native_layers()  # what comes next may have another shape
 
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
         self._refuse_while_recording("reset()")
-        for layer in own_of(self.layers):
-            layer.reset()
-        self._renew_native_layers()
-        self.padding.reset()
-        self.hosted_layers[0].stream.forget()
-        self._states.clear()
+        torn = self.change.unfinished
+        with self.change:
+            for layer in own_of(self.layers):
+                if torn:  # its parts may not fit together: they are built anew
+                    layer.release()
+                layer.reset()
+            self._renew_native_layers()
+            self.padding.reset()
+            self.hosted_layers[0].stream.forget()
+            self._states.clear()
+        self._called = False
 
     def _renew_native_layers(self) -> None:
         """Empty the layers that are transformers' own; some versions only zero a layer that they reset."""
@@ -522,8 +546,9 @@ class HiSparseCache(Cache):
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
         self._refuse_while_recording("reorder_cache (beam search)")
         self._make_way(beam_idx.numel())
-        super().reorder_cache(beam_idx)
-        self._rows_changed(beam_idx)
+        with self.change:
+            super().reorder_cache(beam_idx)
+            self._rows_changed(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times, at least once (ValueError)."""
@@ -534,8 +559,9 @@ class HiSparseCache(Cache):
             )
         rows = torch.arange(self._batch).repeat_interleave(repeats)
         self._make_way(rows.numel())
-        super().batch_repeat_interleave(repeats)
-        self._rows_changed(rows)
+        with self.change:
+            super().batch_repeat_interleave(repeats)
+            self._rows_changed(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch rows `indices`; any index of one dimension will do, an empty one raises ValueError."""
@@ -548,11 +574,13 @@ class HiSparseCache(Cache):
                 f"batch_select_indices({indices}) keeps none of {self._batch} rows: call reset() to empty the cache"
             )
         self._make_way(rows.numel())
-        super().batch_select_indices(rows)
-        self._rows_changed(rows)
+        with self.change:
+            super().batch_select_indices(rows)
+            self._rows_changed(rows)
 
     def _make_way(self, batch: int) -> None:
         """Keep less on the device, before anything else changes, such that there is memory for `batch` rows (MemoryError)."""
+        self.check_whole()
         if batch > self._batch:
             self.room.make_for_rows(batch, self._states[self.hosted_layers[0].layer_idx])
 
@@ -584,6 +612,7 @@ class HiSparseCache(Cache):
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other.padding = self.padding.clone()
+        other.change = Change()
         other.layers = [
             layer.clone(other.padding)
             if isinstance(layer, HostedLayer | ResidentLayer)
@@ -591,7 +620,7 @@ class HiSparseCache(Cache):
             for layer in self.layers
         ]
         connect(self._family, other.layers)
-        other.room = self.room.clone(other.layers, other.padding)
+        other.room = self.room.clone(other.layers, other.change, other.padding)
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
         other.trace = None
         other._states = dict(self._states)

@@ -181,7 +181,7 @@ class DecodeGraphs:
         for layer in cache.hosted_layers:
             layer.pool.wait()  # a captured step may not wait for an event from outside
         if mask is not None:
-            cache.padding.take(mask, cache.capacity)
+            cache.padding.reserve(len(mask), cache.capacity, mask.device)
         positions = kwargs.get("position_ids")
         inputs = {
             "input_ids": tokens,
@@ -204,11 +204,13 @@ class DecodeGraphs:
             if step is None:
                 return forward(**kwargs)
             self._steps[shape] = step
-        else:
-            for replayed in cache.layers:
-                replayed.replayed()
         self.replays += 1
-        return step.replay(inputs, cache)
+        with cache.change:
+            if mask is not None:
+                cache.padding.take(mask, cache.capacity)
+            for layer in cache.layers:
+                layer.replayed()
+            return step.replay(inputs, cache)
 
     def _capture(
         self,
@@ -219,6 +221,9 @@ class DecodeGraphs:
         key: tuple[Any, ...],
         masked: bool,
     ) -> _Step | None:
+        """Capture a step, which runs nothing and changes no counts; None where that cannot be."""
+        for layer in cache.layers:  # a replay asks no layer whether it has room
+            layer.grow(cache.capacity)
         step = _Step({name: tensor.clone() for name, tensor in inputs.items()}, key)
         counts = [layer.counts for layer in cache.layers]
         accepted = inspect.signature(forward).parameters
@@ -227,11 +232,12 @@ class DecodeGraphs:
             with pinning, as_captured(cache, masked), torch.cuda.graph(step.graph):
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
         except Exception as error:  # whatever a model does that a capture does not allow
-            for layer, count in zip(cache.layers, counts, strict=True):
-                layer.restore(count)
             logger.debug("capturing a decode step failed", exc_info=True)
             self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
             return None
+        finally:
+            for layer, count in zip(cache.layers, counts, strict=True):
+                layer.restore(count)
         self.captures += 1
         return step
 

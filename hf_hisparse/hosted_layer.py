@@ -244,10 +244,9 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             return self._length
         return None if self._stored else self._new.start
 
-    def take_back(self) -> None:
-        """Forget new tokens of which nothing was stored."""
-        if self._new is not None:
-            self._length, self._new = self._new.start, None
+    def take_back(self, tokens: int) -> None:
+        """Forget new tokens of which nothing was stored: only the first `tokens` are left."""
+        self._length, self._new = tokens, None
 
     def get_seq_length(self) -> int:
         """Tokens held."""
@@ -318,17 +317,17 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             return
         # More than is needed now, so that growth is rare.
         capacity = max(self.layout.count(max(tokens, self.growth_target)), self.settings.top_k)
+        self.version = new_version()  # before anything moves
         self.pool.grow(capacity)
-        self.buffer.grow(capacity)
         self.state.grow(capacity)
-        self.version = new_version()
+        self.buffer.grow(capacity)  # last: without it the layer grows again
 
     def resize_buffer(self, records: int) -> None:
         """Let the hot buffer have `records` slots per lane, those of the most recently used records among them."""
-        held, self.buffer_records = self.buffer_records, records
-        if self.shape is not None and records != held:
-            self.buffer.resize(records)
+        if self.shape is not None and records != self.buffer_records:
             self.version = new_version()
+            self.buffer.resize(records)
+        self.buffer_records = records
 
     def release(self) -> None:
         """Give back the device memory that a reset left behind."""
@@ -473,7 +472,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         return self._length, self.steps
 
     def restore(self, counts: tuple[int, ...]) -> None:
-        """Back to `counts`: a capture failed before anything ran."""
+        """Back to `counts`: a capture runs nothing."""
         self._length, self.steps = counts
         self._new = None
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from .change import Change
 from .host_memory import format_bytes
-from .hosted_layer import HostedLayer
 from .limits import Call, Growth, Limits
 from .models.dense import DenseLayer
 from .models.family import connect, hosted_of, new_layers, own_of
@@ -35,6 +35,7 @@ class Room:
     ----------
     layers : list
         Those of the cache; dense ones that move to the host are replaced in it.
+    change : Change
     sizes : Sizes
     limits : Limits
     padding : Padding
@@ -42,11 +43,21 @@ class Room:
         Whether dense layers are on the host (see `HiSparseCache`).
     positions : int or None
         Tokens that the model was made for, if it says so.
+
+    Attributes
+    ----------
+    hosted : list of HostedLayer
+        The layers whose KV is on the host.
+    limits : Limits
+    ahead : PinningAhead
+    pin_next_at : int
+        Tokens from which on the next growth is pinned ahead.
     """
 
     def __init__(
         self,
         layers: list[Any],
+        change: Change,
         sizes: Sizes,
         limits: Limits,
         padding: Padding,
@@ -55,23 +66,30 @@ class Room:
     ) -> None:
         self.limits = limits
         self.ahead = PinningAhead()
-        self.pin_next_at = _NEVER  # tokens
-        self._layers, self._padding = layers, padding
+        self.pin_next_at = _NEVER
+        self._layers, self._change, self._padding = layers, change, padding
+        self.hosted = hosted_of(layers)
         self._sizes = sizes
         self._host_dense_layers = host_dense_layers
         self._positions = positions
 
-    def clone(self, layers: list[Any], padding: Padding) -> Room:
+    def clone(self, layers: list[Any], change: Change, padding: Padding) -> Room:
         """The same for a copy of the cache."""
         other = copy.copy(self)
         other.ahead = PinningAhead()
-        other._layers, other._padding = layers, padding
+        other._layers, other._change, other._padding = layers, change, padding
+        other.hosted = hosted_of(layers)
         return other
+
+    def close(self) -> None:
+        """Let go of the layers."""
+        self.ahead.wait()  # its thread stops at the piece it is at, and gives that back
+        self._layers, self.hosted = [], []
 
     @property
     def capacity(self) -> int:
         """Tokens that there is room for."""
-        return self._hosted[0].capacity
+        return self.hosted[0].capacity
 
     def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Let layers grow, each when its turn comes, for new tokens, of which these are the first hosted layer's.
@@ -85,7 +103,7 @@ class Room:
         MemoryError
             If host or device have too little; nothing is changed.
         """
-        hosted = self._hosted
+        hosted = self.hosted
         batch, _, rows, _ = keys.shape
         tokens = hosted[0].get_seq_length() + rows
         room = hosted[0].room_for(keys, values)
@@ -112,12 +130,12 @@ class Room:
             for layer in own_of(self._layers):
                 layer.release()
         self._allow(growth, tokens, call)
-        wanted = [layer.wanted_for(growth.capacity, keys, values) for layer in self._hosted]
+        wanted = [layer.wanted_for(growth.capacity, keys, values) for layer in self.hosted]
         self.ahead.start(wanted, keys.device, ALL_THREADS)
 
     def make_now(self, tokens: int, held: TokenShape) -> None:
         """Let all layers grow at once, if need be, for `tokens` more tokens like those `held` (MemoryError as in `make`)."""
-        total = self._hosted[0].get_seq_length() + tokens
+        total = self.hosted[0].get_seq_length() + tokens
         if total <= self.capacity:
             self._note(total)
             return
@@ -140,7 +158,7 @@ class Room:
             If host or device have too little; nothing is changed.
         """
         self.ahead.wait()
-        hosted, memory = self._hosted, self._held
+        hosted, memory = self.hosted, self._held
         call = Call(batch, 1, held.dtype, held.device)
         purpose = f"{self.capacity} tokens of {batch} rows"
         buffers = self.limits.fitting(memory, call, self.capacity, purpose, self._dense_on_host)
@@ -161,9 +179,10 @@ class Room:
         """Let hot buffers have so many records per lane, now and whenever layers grow."""
         buffers = self.limits.buffers._replace(records=records)
         self.limits = replace(self.limits, buffers=buffers)
-        for layer in self._hosted:
-            if not layer.dense:
-                layer.resize_buffer(records)
+        with self._change:
+            for layer in self.hosted:
+                if not layer.dense:
+                    layer.resize_buffer(records)
 
     def check_copy(self) -> None:
         """Refuse a copy of the cache that the host cannot hold (MemoryError)."""
@@ -173,10 +192,6 @@ class Room:
             self.limits.host.check(held.host_reserved_bytes, held, "a copy of the cache")
 
     # ------------------------------------------------------------------ how
-
-    @property
-    def _hosted(self) -> list[HostedLayer]:
-        return hosted_of(self._layers)
 
     @property
     def _held(self) -> Memory:
@@ -201,7 +216,7 @@ class Room:
 
     def _pin_next(self) -> None:
         """Most of the room is used: begin to pin what the next growth takes, if there is host memory for it."""
-        hosted = self._hosted
+        hosted = self.hosted
         if any(layer.shape is None for layer in hosted):
             return
         self.pin_next_at = _NEVER  # until the next growth
@@ -220,11 +235,12 @@ class Room:
 
     def _keep(self, buffers: Buffers, call: Call, capacity: int) -> None:
         """Let layers keep so much on the device, beside room for `capacity` tokens."""
-        for layer in self._hosted:
-            if not layer.dense:
-                layer.resize_buffer(buffers.records)
-            elif buffers.dense is not None:
-                layer.resize_buffer(buffers.dense)
+        with self._change:  # layers that share slots do so together
+            for layer in self.hosted:
+                if not layer.dense:
+                    layer.resize_buffer(buffers.records)
+                elif buffers.dense is not None:
+                    layer.resize_buffer(buffers.dense)
         if buffers.dense is not None and self._to_move:
             self._move_dense_layers(buffers, call, capacity)
 
@@ -237,7 +253,7 @@ class Room:
     @property
     def _dense_on_host(self) -> bool | None:
         """Whether the dense layers are on the host, None where that is to be decided."""
-        on_host = any(layer.dense for layer in self._hosted)
+        on_host = any(layer.dense for layer in self.hosted)
         return True if on_host else self._host_dense_layers
 
     def _move_dense_layers(self, buffers: Buffers, call: Call, capacity: int) -> None:
@@ -248,8 +264,10 @@ class Room:
         for layer in self._to_move:
             hosted: DenseLayer = fresh[layer.layer_idx]
             hosted.take_over(layer)
-            self._layers[layer.layer_idx] = hosted
-            connect(family, self._layers)
+            with self._change:
+                self._layers[layer.layer_idx] = hosted
+                self.hosted = hosted_of(self._layers)
+                connect(family, self._layers)
         streamed = replace(sizes, dtype=call.dtype).streamed(call.batch, capacity, buffers)
         logger.warning(
             "HiSparseCache: too little device memory for the dense layers (%s) beside the smallest hot buffers and room for %d "
