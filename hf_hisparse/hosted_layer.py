@@ -116,6 +116,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self._length = 0
         self._new: NewTokens | None = None
         self._stored = False  # whether something of the new tokens is where it cannot be taken back from
+        self._grows = False  # also after growth that was broken off: the next one completes it
         self._area: PinnedArea | None = None
 
     # The state of an initialised layer.
@@ -313,14 +314,17 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
         needed = self.layout.count(tokens)
-        if needed <= min(self.pool.capacity, self.buffer.page_table.shape[1]):
+        if needed <= min(self.pool.capacity, self.buffer.page_table.shape[1]) and not self._grows:
             return
-        # More than is needed now, so that growth is rare.
+        # More than is needed now, so that growth is rare; no less than the pool has, which grows first.
         capacity = max(self.layout.count(max(tokens, self.growth_target)), self.settings.top_k)
+        capacity = max(capacity, self.pool.capacity)
+        self._grows = True
         self.version = new_version()  # before anything moves
         self.pool.grow(capacity)
+        self.buffer.grow(capacity)
         self.state.grow(capacity)
-        self.buffer.grow(capacity)  # last: without it the layer grows again
+        self._grows = False
 
     def resize_buffer(self, records: int) -> None:
         """Let the hot buffer have `records` slots per lane, those of the most recently used records among them."""
