@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from . import saved
-from .active import current_call
+from .active import COMPILED, current_call, refuse_compiled
 from .attention import BASES
 from .change import Change
 from .enable import enable, text_config
@@ -140,6 +140,8 @@ class HiSparseCache(Cache):
         graphs: bool = True,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(COMPILED)
         if not isinstance(config, PreTrainedConfig):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
             raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
@@ -264,6 +266,7 @@ class HiSparseCache(Cache):
         RuntimeError
             If the model is not enabled, or an earlier call was interrupted.
         """
+        refuse_compiled(self)
         begins = layer_idx == self._with_tokens[0]
         if begins:  # first: another model's keys may well have another shape
             self._check_caller()

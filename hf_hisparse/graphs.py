@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from .active import capturing_cache
+from .active import capturing_cache, refuse_compiled
 from .host_memory import pinning
 from .hosted_layer import HostedLayer
 from .models.overrides import alive, copied
@@ -58,9 +58,10 @@ class ReplayingForward:
         return types.MethodType(type(model).forward, model) if self.own is None else self.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        refuse_compiled(cache)
         model = alive(self._model)
         forward = self._forward_of(model)
-        cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         graphs = getattr(cache, "graphs", None)
         if args or not isinstance(graphs, DecodeGraphs):
             return forward(*args, **kwargs)
