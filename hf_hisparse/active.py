@@ -67,6 +67,12 @@ def current_call() -> Call | None:
     return call if call is not None and call.cache is not None else None
 
 
+def called_decoder() -> torch.nn.Module | None:
+    """The decoder whose call began last, None outside of all."""
+    calls = _calls.get()
+    return calls[-1][0]() if calls else None
+
+
 def track_calls(decoder: torch.nn.Module) -> None:
     """Note from now on the cache of each call of `decoder`; again, it changes nothing."""
     if not hasattr(decoder, _HANDLES):

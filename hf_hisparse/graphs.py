@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from .active import capturing_cache, refuse_compiled
+from .active import called_decoder, capturing_cache, refuse_compiled
 from .host_memory import pinning
 from .hosted_layer import HostedLayer
 from .models.overrides import alive, copied
@@ -39,7 +39,8 @@ _FLAGS = ("use_cache", "return_dict", "logits_to_keep")
 class ReplayingForward:
     """Stands in for `model.forward`: decode steps with a `HiSparseCache` go through the cache's graphs.
 
-    It goes with a copy or a pickle of the model, bound to that, and does not keep the model alive.
+    It goes with a copy or a pickle of the model, bound to that, and does not keep the model alive; with a shallow copy
+    (`copy.copy`) it serves whichever of the two is called.
 
     Parameters
     ----------
@@ -60,12 +61,17 @@ class ReplayingForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         refuse_compiled(cache)
-        model = alive(self._model)
+        model = self._holder()
         forward = self._forward_of(model)
         graphs = getattr(cache, "graphs", None)
         if args or not isinstance(graphs, DecodeGraphs):
             return forward(*args, **kwargs)
         return graphs.step(model, forward, kwargs)
+
+    def _holder(self) -> PreTrainedModel:
+        """The model that is called: a shallow copy of it has the same attributes, this one among them."""
+        called: Any = called_decoder()
+        return called if called is not None and vars(called).get("forward") is self else alive(self._model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayingForward:
         return ReplayingForward(copied(self._model, memo), copy.deepcopy(self.own, memo))
