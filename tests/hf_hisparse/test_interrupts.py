@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 import hf_hisparse
-from hf_hisparse import HiSparseCache, Quest, sizes
+from hf_hisparse import HiSparseCache, Quest, graphs, sizes
 from tests import dsa_models, models, msa_models
 from tests.models import prompt
 from tests.oracle import quest_oracle
@@ -64,7 +65,7 @@ class Case:
     def check(self, cache: HiSparseCache, at: int, stop: int | None = None) -> None:
         """The calls from number `at` on get the oracle's answers."""
         for part, expected in list(zip(self.parts, self.expected, strict=True))[at : stop or at + 1]:
-            logits = self.model(part, past_key_values=cache).logits
+            logits = self.model(input_ids=part, past_key_values=cache).logits
             torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
@@ -103,7 +104,7 @@ def refuses(case: Case, cache: HiSparseCache) -> None:
     """Whatever would go on with it, and again."""
     for _ in range(2):
         for use in (
-            lambda: case.model(case.parts[1], past_key_values=cache),
+            lambda: case.model(input_ids=case.parts[1], past_key_values=cache),
             lambda: case.model.generate(torch.cat(case.parts, 1), past_key_values=cache, max_new_tokens=2),
             lambda: cache.crop(-1),
             lambda: cache.reorder_cache(torch.arange(BATCH)),
@@ -131,7 +132,7 @@ def test_a_call_that_is_broken_off(name, rows, error, monkeypatch):
         cache = copy.deepcopy(case.filled)
         with broken_off(place, error):
             try:
-                case.model(case.parts[1], past_key_values=cache)
+                case.model(input_ids=case.parts[1], past_key_values=cache)
             except error:
                 pass
             else:  # torch silences errors of hooks that run after another error
@@ -178,3 +179,66 @@ def test_a_change_that_is_broken_off(name, change):
         if length == HELD - 5:
             case.model(case.parts[0][:, -5:], past_key_values=cache)
         case.check(cache, 1 if length else 0, 4)
+
+
+@pytest.fixture
+def imagined_graphs(monkeypatch):
+    """CUDA graphs without a GPU: a capture runs the step, and the first replay gives what that gave."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(graphs, "_obstacle", lambda model, cache: None)
+    monkeypatch.setattr(
+        graphs,
+        "_is_decode",
+        lambda cache, kwargs: kwargs["input_ids"].shape[1] == 1 and cache.get_seq_length() > 0,
+    )
+
+
+def _after_an_eager_step(case: Case) -> HiSparseCache:
+    cache = copy.deepcopy(case.filled)
+    case.check(cache, 1)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["resident", "dense_on_host", "shared_selection", "blocks"])
+@torch.no_grad()
+def test_a_replayed_step_that_is_broken_off(name, imagined_graphs):
+    """The layers have counted a token then, and nobody knows whether the GPU has seen it."""
+    case = Case(name, 1)
+    cache = _after_an_eager_step(case)
+    case.check(cache, 2)
+    assert cache.graphs.captures == cache.graphs.replays == 1 and cache.get_seq_length() == HELD + 2
+    cache = _after_an_eager_step(case)
+    with (
+        mock.patch.object(graphs._Step, "replay", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        case.model(input_ids=case.parts[2], past_key_values=cache)
+    refuses(case, cache)
+    cache.reset()
+    case.check(cache, 0, 2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Accident])
+@torch.no_grad()
+def test_a_capture_that_is_broken_off(error, imagined_graphs):
+    """It runs nothing on a GPU, so the layers count what they counted before."""
+    case = Case("resident", 1)
+    cache = _after_an_eager_step(case)
+    counts = [layer.counts for layer in cache.layers]
+    attend = cache.layers[-1].attend
+
+    def fails(*args, **kwargs):
+        if cache.padding.capturing:
+            raise error
+        return attend(*args, **kwargs)
+
+    with mock.patch.object(cache.layers[-1], "attend", fails):
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                case.model(input_ids=case.parts[2], past_key_values=cache)
+            assert [layer.counts for layer in cache.layers] == counts
+        else:
+            case.model(input_ids=case.parts[2], past_key_values=cache)  # eagerly
+            assert {layer.get_seq_length() for layer in cache.layers} == {HELD + 2}
+    cache.check_whole()
