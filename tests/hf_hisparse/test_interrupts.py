@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, MiniMaxM3VLForCausalLM
 
 import hf_hisparse
 from hf_hisparse import HiSparseCache, Quest, graphs, sizes
+from hf_hisparse.resident_layer import ResidentLayer
 from tests import dsa_models, models, msa_models
 from tests.models import prompt
 from tests.oracle import quest_oracle
@@ -242,3 +244,24 @@ def test_a_capture_that_is_broken_off(error, imagined_graphs):
             case.model(input_ids=case.parts[2], past_key_values=cache)  # eagerly
             assert {layer.get_seq_length() for layer in cache.layers} == {HELD + 2}
     cache.check_whole()
+
+
+@torch.no_grad()
+def test_a_last_layer_that_stays_on_the_gpu(monkeypatch):
+    """All others have finished by then, and its length is theirs: that does not make its rows those of the tokens."""
+    kinds = [*msa_models.KINDS[:-1], "full_attention"]
+    build = functools.partial(msa_models._text, 2, layer_types=kinds, mlp_layer_types=["dense"] * len(kinds))
+    monkeypatch.setitem(msa_models.MSA_MODELS, "dense_last", lambda: MiniMaxM3VLForCausalLM(build()))
+    monkeypatch.setitem(CASES, "dense_last", (lambda: msa_models.build("dense_last"), {}))
+    case = Case("dense_last", 3)
+    cache = copy.deepcopy(case.filled)
+    last = cache.layers[-1]
+    assert isinstance(last, ResidentLayer)
+    with (
+        mock.patch.object(last, "grow", side_effect=torch.OutOfMemoryError),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        case.model(case.parts[1], past_key_values=cache)
+    refuses(case, cache)
+    cache.reset()
+    case.check(cache, 0, 4)
