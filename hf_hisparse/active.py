@@ -11,6 +11,11 @@ import torch
 from transformers import Cache
 
 _HANDLES = "_hisparse_hooks"
+COMPILED = (
+    "HiSparseCache: torch.compile has compiled the model, or a part of it that uses the cache, which is not supported, and not "
+    "needed: decode steps are replayed from CUDA graphs. Use the model as it was before (compiled._orig_mod; a new one after "
+    "model.compile() or model.forward = torch.compile(model.forward)), or StaticCache with the compiled one"
+)
 
 
 @dataclass(eq=False)
@@ -62,6 +67,12 @@ def current_call() -> Call | None:
     return call if call is not None and call.cache is not None else None
 
 
+def called_decoder() -> torch.nn.Module | None:
+    """The decoder whose call began last, None outside of all."""
+    calls = _calls.get()
+    return calls[-1][0]() if calls else None
+
+
 def track_calls(decoder: torch.nn.Module) -> None:
     """Note from now on the cache of each call of `decoder`; again, it changes nothing."""
     if not hasattr(decoder, _HANDLES):
@@ -78,11 +89,29 @@ def forget_calls(decoder: torch.nn.Module) -> None:
         delattr(decoder, _HANDLES)
 
 
+def refuse_compiled(cache: Any) -> None:
+    """Refuse a `HiSparseCache` in code that `torch.compile` has compiled (RuntimeError when that runs)."""
+    if torch.compiler.is_compiling() and hasattr(cache, "hosted_layers"):
+        _say_compiled()
+
+
+@torch.compiler.disable(
+    reason=COMPILED
+)  # an error raised while it traces only makes the compiler go on without
+def _say_compiled() -> None:
+    raise RuntimeError(COMPILED)
+
+
 def _enter(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Versions of transformers name the argument differently, and it may come by place."""
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     ours = [cache for cache in caches if hasattr(cache, "hosted_layers")]
+    if ours:
+        refuse_compiled(ours[0])
     # An interrupt leaves without `_leave`: a decoder is in one call at a time.
+    for inner, interrupted in _calls.get():
+        if inner() is decoder and interrupted is not None and interrupted.cache is not None:
+            interrupted.cache.take_back()
     outer = tuple(entry for entry in _calls.get() if entry[0]() not in (None, decoder))
     this = weakref.ref(decoder)
     _calls.set((*outer, (this, Call(this, weakref.ref(ours[0])) if ours else None)))

@@ -17,26 +17,34 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from . import saved
-from .active import current_call
+from .active import COMPILED, current_call, refuse_compiled
 from .attention import BASES
+from .change import Change
 from .enable import enable, text_config
 from .fingerprint import config_fingerprint, model_fingerprint
 from .graphs import DecodeGraphs
-from .history_stream import HistoryStream
 from .host_memory import format_bytes, parse_bytes
 from .hosted_layer import HostedLayer, LayerSettings
 from .layer_history import LayerHistory
-from .limits import Call, DeviceLimit, Growth, HostLimit, Limits
-from .models.dense import DenseLayer
-from .models.family import checked_buffer, family_of, native_layers, new_layers, refuse_sinks
+from .limits import DeviceLimit, HostLimit, Limits
+from .models.family import (
+    checked_buffer,
+    connect,
+    family_of,
+    native_layers,
+    new_layers,
+    own_of,
+    refuse_sinks,
+)
 from .native import trim
 from .needs import model_dtype
 from .padding import Padding
-from .pinning_ahead import ALL_THREADS, FEW_THREADS, PinningAhead
 from .resident_layer import ResidentLayer
+from .room import Room
 from .selector import Selector
-from .sizes import Buffers, Sizes, memory_of, whole_records, with_room
+from .sizes import Buffers, Sizes, memory_of
 from .stats import Memory, Stats
+from .token_shape import TokenShape
 from .trace import TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -46,7 +54,6 @@ _DTYPES = (
     torch.float16,
     torch.float32,
 )  # sums are fp32: a wider type would lose what it is for
-_NEVER = 2**62
 _CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.20")
 
 
@@ -133,6 +140,8 @@ class HiSparseCache(Cache):
         graphs: bool = True,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(COMPILED)
         if not isinstance(config, PreTrainedConfig):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
             raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
@@ -169,36 +178,31 @@ class HiSparseCache(Cache):
             dense_records=buffer_tokens // family.page_size if host_dense_layers else None,
         )
         dtype = model.dtype if isinstance(model, PreTrainedModel) else model_dtype(config)
-        self._sizes = Sizes(config, family, self._settings, dtype)
-        self._host_dense_layers = host_dense_layers
+        sizes = Sizes(config, family, self._settings, dtype)
         device_limit = None
         if device_memory is not None:
-            device_limit = DeviceLimit(device_memory, self._sizes, extra, host_dense_layers is not False)
+            device_limit = DeviceLimit(device_memory, sizes, extra, host_dense_layers is not False)
         buffers = Buffers(self._settings.device_buffer_records, self._settings.dense_records)
-        self._limits = Limits(host_limit, device_limit, family, buffers)
         self.padding = Padding()
-        super().__init__(layers=new_layers(config, family, self._settings, self.padding))
+        layers = new_layers(config, family, self._settings, self.padding)
+        connect(family, layers)
+        limits = Limits(host_limit, device_limit, family, buffers)
+        positions = getattr(text_config(config), "max_position_embeddings", None)
+        self.change = Change()
+        self.room = Room(layers, self.change, sizes, limits, self.padding, host_dense_layers, positions)
+        super().__init__(layers=layers)
+        # Layers that hold tokens: all but linear attention.
+        self._with_tokens = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+        self._called = False  # whether a call has begun since layers were last compared
         self._config = config
         self._family = family
         self.graphs = DecodeGraphs(self, enabled=graphs)
         self.trace: TraceRecorder | None = None  # while one is being recorded
-        # layer -> batch size, heads, key width, value width, dtype and device of what it holds
-        self._states: dict[int, tuple[Any, ...]] = {}
+        self._states: dict[int, TokenShape] = {}  # of what each layer holds
         self.selector = selector
         self._model = weakref.ref(model) if isinstance(model, PreTrainedModel) else None
-        self._positions = getattr(text_config(config), "max_position_embeddings", None)  # None: say nothing
-        self._ahead = PinningAhead()
-        self._pin_next_at = _NEVER  # tokens
-        self._connect()
         if isinstance(model, PreTrainedModel):
             enable(model)
-
-    def _connect(self) -> None:
-        """Let the layers know what they share."""
-        self._family.connect(self.layers)
-        self._stream = HistoryStream(self.hosted_layers)
-        for layer in self.hosted_layers:
-            layer.stream = self._stream
 
     # ------------------------------------------------------------------ its life
 
@@ -215,8 +219,7 @@ class HiSparseCache(Cache):
         self.padding.reset()
         for layer in self.hosted_layers:
             layer.close()
-        self._ahead.wait()  # its thread stops at the piece it is at, and gives that back
-        self._stream = HistoryStream([])
+        self.room.close()
         self._layers = None
 
     def __enter__(self) -> HiSparseCache:
@@ -241,7 +244,8 @@ class HiSparseCache(Cache):
     @property
     def hosted_layers(self) -> list[HostedLayer]:
         """The layers whose KV lives on the host."""
-        return [layer for layer in self.layers if isinstance(layer, HostedLayer)]
+        _ = self.layers  # raises once it is closed
+        return self.room.hosted
 
     @property
     def sparse_layers(self) -> list[HostedLayer]:
@@ -262,20 +266,20 @@ class HiSparseCache(Cache):
         RuntimeError
             If the model is not enabled, or an earlier call was interrupted.
         """
-        begins = layer_idx == self._first_layer
+        refuse_compiled(self)
+        begins = layer_idx == self._with_tokens[0]
         if begins:  # first: another model's keys may well have another shape
             self._check_caller()
         self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
         if begins:
             self._begin_call(key_states, value_states)
-        rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not isinstance(self.layers[layer_idx], HostedLayer | ResidentLayer):
+        self._called = True
+        if isinstance(self.layers[layer_idx], HostedLayer | ResidentLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        with self.change:  # transformers' own layers cannot tell how far they came
+            rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             trim(self.layers[layer_idx])
         return rows
-
-    @property
-    def _first_layer(self) -> int:
-        return next(i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))
 
     def _check_caller(self) -> None:
         """Refuse a model that is not enabled."""
@@ -292,9 +296,10 @@ class HiSparseCache(Cache):
         """Check, before any layer changes, that a forward pass may begin."""
         self._check_dtype(key_states)
         self.check_whole()
-        self.make_room_for(key_states, value_states)
-        self._stream.forget()
-        self._stream.begin(key_states.shape[2])
+        self.room.make(key_states, value_states)
+        stream = self.hosted_layers[0].stream
+        stream.forget()
+        stream.begin(key_states.shape[2])
 
     def _check_dtype(self, key_states: torch.Tensor) -> None:
         if key_states.dtype not in _DTYPES:
@@ -303,132 +308,37 @@ class HiSparseCache(Cache):
                 "one of them"
             )
 
-    def make_room_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Let all layers make room for new tokens, of which these are the first hosted layer's (MemoryError as in `update`)."""
-        first = self.hosted_layers[0]
-        batch, _, rows, _ = key_states.shape
-        tokens = first.get_seq_length() + rows
-        self._note_positions(tokens)
-        room = first.room_for(key_states, value_states)
-        if tokens <= room:
-            self._pin_next(tokens)
-            return
-        self._ahead.wait()
-        if room:  # dense layers may have grown in a call that failed before the others did
-            for layer in self._own_layers:
-                if isinstance(layer, ResidentLayer):
-                    layer.shrink(room)
-
-        # Hosted layers grow in step and, in every supported model, have one shape.
-        def asked(tokens: int, dense_on_host: bool) -> int:
-            grown = first.host_bytes_for(tokens, key_states, value_states) * len(self.hosted_layers)
-            moved = first.host_bytes_of(tokens, batch, key_states, value_states) * len(self._to_move)
-            return grown + moved * dense_on_host
-
-        purpose = f"{tokens} tokens of {batch} row{'s' if batch > 1 else ''}"
-        new = Call(batch, rows, key_states.dtype, key_states.device)
-        growth = self._limits.growth(tokens, asked, self.memory(), new, purpose, self._dense_on_host)
-        if not room:  # what an earlier request of another shape left
-            for layer in self._own_layers:
-                layer.release()
-        self._grow(growth, tokens, new)
-        # Each layer grows when its turn comes.
-        wanted = [layer.wanted_for(growth.capacity, key_states, value_states) for layer in self.hosted_layers]
-        self._ahead.start(wanted, key_states.device, ALL_THREADS)
-
-    def _grow(self, growth: Growth, tokens: int, call: Call) -> None:
-        """Let layers that must grow for `tokens` tokens do so; hot buffers give way first."""
-        for layer in self._own_layers:
-            layer.growth_target = growth.capacity
-        self._keep(growth.buffers, call, growth.capacity)
-        self._pin_next_at = growth.capacity - (growth.capacity - tokens) // 4
-
-    def _pin_next(self, tokens: int) -> None:
-        """When most of the room is used, begin to pin what the next growth takes, if there is host memory for it."""
-        hosted = self.hosted_layers
-        if tokens < self._pin_next_at or any(layer.shape is None for layer in hosted):
-            return
-        self._pin_next_at = _NEVER  # until the next growth
-        target = whole_records(self._family, with_room(self.capacity + 1))
-        asked = sum(layer.host_bytes_to_grow(target) for layer in hosted)
-        if asked <= self._limits.host.left(self.memory()):
-            wanted = [layer.wanted_to_grow(target) for layer in hosted]
-            self._ahead.start(wanted, hosted[0].pool.device, FEW_THREADS)
-
-    def _keep(self, buffers: Buffers, call: Call, capacity: int) -> None:
-        """Let layers keep so much on the device, beside room for `capacity` tokens."""
-        for layer in self.hosted_layers:
-            if not layer.dense:
-                layer.resize_buffer(buffers.records)
-            elif buffers.dense is not None:
-                layer.resize_buffer(buffers.dense)
-        if buffers.dense is not None and self._to_move:
-            self._move_dense_layers(buffers, call, capacity)
-
-    @property
-    def _to_move(self) -> list[ResidentLayer]:
-        """The dense layers that may go to the host and are not there."""
-        layers = [self.layers[index] for index in self._family.dense]
-        return [layer for layer in layers if isinstance(layer, ResidentLayer)]
-
-    @property
-    def _dense_on_host(self) -> bool | None:
-        """Whether the dense layers are on the host, None where that is to be decided."""
-        on_host = any(layer.dense for layer in self.hosted_layers)
-        return True if on_host else self._host_dense_layers
-
-    def _move_dense_layers(self, buffers: Buffers, call: Call, capacity: int) -> None:
-        """Move dense layers to the host, for good."""
-        settings = replace(self._settings, dense_records=buffers.dense)
-        fresh = new_layers(self._config, self._family, settings, self.padding)
-        for layer in self._to_move:
-            hosted: DenseLayer = fresh[layer.layer_idx]
-            hosted.take_over(layer)
-            self.layers[layer.layer_idx] = hosted
-            self._connect()
-        streamed = replace(self._sizes, dtype=call.dtype).streamed(call.batch, capacity, buffers)
-        logger.warning(
-            "HiSparseCache: too little device memory for the dense layers (%s) beside the smallest hot buffers and room for %d "
-            "tokens: they are on the host from now on. At so many tokens a step reads %s of them over the link, about %.1f ms at "
-            "50 GB/s",
-            ", ".join(map(str, self._family.dense)),
-            capacity,
-            format_bytes(streamed),
-            1000 * streamed / 50e9,
-        )
-
-    @property
-    def _own_layers(self) -> list[HostedLayer | ResidentLayer]:
-        return [layer for layer in self.layers if isinstance(layer, HostedLayer | ResidentLayer)]
-
-    def _note_positions(self, tokens: int) -> None:
-        """Warn once of a history beyond the model's positions, as transformers does for `generate`."""
-        most = self._positions
-        if most is not None and tokens > most:
-            self._positions = None
-            logger.warning(
-                "HiSparseCache: %d tokens are more than the model's max_position_embeddings=%d: it may answer worse, or fail",
-                tokens,
-                most,
-            )
-
     def check_whole(self) -> None:
-        """Refuse to go on after a call that did not finish (RuntimeError)."""
-        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        rows = {layer.held_rows for layer in self._own_layers if layer.get_seq_length()}
-        if len(lengths) > 1 or len(rows) > 1 or any(layer.interrupted for layer in self.hosted_layers):
+        """Refuse to go on after a call, or a change of all layers, that did not finish (RuntimeError).
+
+        Layers are compared once after each eager call; a replayed step is a `Change` of all of them.
+        """
+        if self._called and not self.change.unfinished:
+            agree = self._layers_agree()
+            if not agree:
+                self.take_back()  # an error has done that, an interrupt has not
+                agree = self._layers_agree()
+            self._called = not agree
+        if self._called or self.change.unfinished:
             raise RuntimeError(
                 "the last call through this HiSparseCache did not finish, so its layers hold different tokens: call "
                 "cache.reset() and start again. If it happens again without another error, the model is not enabled (call "
                 "hf_hisparse.enable(model)) or changes its keys after the cache returned them (use DynamicCache)"
             )
 
+    def _layers_agree(self) -> bool:
+        """Whether all layers hold the same tokens and have finished with them."""
+        layers = [self.layers[index] for index in self._with_tokens]
+        lengths = {layer.get_seq_length() for layer in layers}
+        return len(lengths) == 1 and not any(getattr(layer, "interrupted", False) for layer in layers)
+
     def take_back(self) -> None:
         """After a call that failed: be as before it, if no hosted layer has stored any of its tokens and no other layer lost any.
 
         Where that cannot be, `check_whole` refuses to go on.
         """
-        if self._layers is None or self.padding.capturing:  # a failed capture is undone by who began it
+        # A failed capture is undone by who began it.
+        if self._layers is None or self.padding.capturing or self.change.unfinished:
             return
         stored = {layer.stored for layer in self.hosted_layers}
         before = stored.pop()
@@ -441,13 +351,11 @@ class HiSparseCache(Cache):
         ]
         # Of what a sliding window or linear attention held before, nothing is left.
         if before and not all(isinstance(layer, HostedLayer | ResidentLayer) for layer in ahead):
+            self.change.unfinished = True
             return
-        for layer in ahead:
-            if isinstance(layer, HostedLayer):
-                layer.take_back()
-            elif isinstance(layer, ResidentLayer):
-                layer.crop(before - layer.get_seq_length())
-        self._stream.forget()
+        for layer in own_of(self.layers):
+            layer.take_back(before)
+        self.hosted_layers[0].stream.forget()
         if not before:
             self._renew_native_layers()
             self._states.clear()
@@ -464,29 +372,17 @@ class HiSparseCache(Cache):
         self, layer: Any, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
         """Hold a layer to the batch size, heads, widths, dtype and device of its first tokens."""
-        got = (
-            *key_states.shape[:2],
-            key_states.shape[3],
-            value_states.shape[3],
-            key_states.dtype,
-            key_states.device,
-        )
+        got = TokenShape.of(key_states, value_states)
         held = self._states.get(layer_idx)
         if held is None or not layer.get_seq_length():
-            devices = {state[5] for state in self._states.values()} | {key_states.device}
-            self._limits.check_foreseen(layer_idx, got[1:4], devices)
+            devices = {state.device for state in self._states.values()} | {got.device}
+            self.room.limits.check_foreseen(layer_idx, got[1:4], devices)
             self._states[layer_idx] = got
             return
         if got == held:
             return
-        names = ("batch size", "KV heads", "key width", "value width", "dtype", "device")
-        wrong = [
-            f"{name} {new}, but {old} is held"
-            for name, new, old in zip(names, got, held, strict=True)
-            if new != old
-        ]
         raise ValueError(
-            f"HiSparseCache, layer {layer_idx}: keys and values with {'; '.join(wrong)}: pass what the tokens held came "
+            f"HiSparseCache, layer {layer_idx}: keys and values with {got.differences(held)}: pass what the tokens held came "
             "with, or call cache.reset() first"
         )
 
@@ -519,14 +415,7 @@ class HiSparseCache(Cache):
     def make_room(self, tokens: int) -> None:
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
         self.check_whole()
-        total = self.get_seq_length() + tokens
-        if total <= self.capacity:
-            self._note_positions(total)
-            self._pin_next(total)
-            return
-        self.make_room_for(*self._blank(tokens))
-        for layer in self.layers:
-            layer.grow(total)
+        self.room.make_now(tokens, self._states[self.hosted_layers[0].layer_idx])
 
     # ------------------------------------------------------------------ changing what is held
 
@@ -546,6 +435,7 @@ class HiSparseCache(Cache):
             If host or device memory does not suffice; the cache is empty then.
         """
         self._refuse_while_recording("put_history")
+        self.check_whole()
         if self.get_seq_length():
             raise ValueError(
                 f"put_history: the cache holds {self.get_seq_length()} tokens already: call cache.reset() first"
@@ -567,9 +457,9 @@ class HiSparseCache(Cache):
             shape = self._family.kv_shape(index, hosted=isinstance(self.layers[index], HostedLayer))
             history.check(index, shape, first, None if model is None else model.dtype)
             self._check_states(self.layers[index], index, history.keys, history.values)
-            if index == self._first_layer:
+            if index == self._with_tokens[0]:
                 self._check_dtype(history.keys)
-                self.make_room_for(history.keys, history.values)
+                self.room.make(history.keys, history.values)
             layer = self.layers[index]  # another one if dense layers have just moved to the host
             if isinstance(layer, HostedLayer):
                 layer.put(history)
@@ -588,22 +478,20 @@ class HiSparseCache(Cache):
         ValueError
             If the size does not fit, or `device_memory` sets it.
         """
-        if self._limits.device is not None:
+        if self.room.limits.device is not None:
             raise ValueError(
-                f"resize_buffers({device_buffer_tokens!r}): device_memory={self._limits.device.size or 'auto'} sets the hot "
+                f"resize_buffers({device_buffer_tokens!r}): device_memory={self.room.limits.device.size or 'auto'} sets the hot "
                 "buffers of this cache"
             )
         self._refuse_while_recording("resize_buffers")
         self.check_whole()
         records = checked_buffer(device_buffer_tokens, self._family) // self._family.page_size
         self._settings = replace(self._settings, device_buffer_records=records)
-        self._limits = replace(self._limits, buffers=self._limits.buffers._replace(records=records))
         if not self.get_seq_length():  # what an earlier request left on the device would have to be moved
-            for layer in self._own_layers:
+            for layer in own_of(self.layers):
                 layer.release()
             self.graphs.forget()
-        for hosted in self.sparse_layers:
-            hosted.resize_buffer(records)
+        self.room.resize_buffers(records)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; 0 removes nothing.
@@ -623,24 +511,32 @@ class HiSparseCache(Cache):
                     f"crop({tokens}): give the number of tokens to remove as a negative number, crop(-{tokens}), or 0"
                 )
             tokens = min(0, tokens - self.get_seq_length())
-        # A sliding window may refuse, so it is asked before anything changes.
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, HostedLayer | ResidentLayer)):
-            layer.crop(tokens)
+        self._called = True
+        for layer in self.layers:  # a sliding window may refuse, so it is asked before anything changes
             if not isinstance(layer, HostedLayer | ResidentLayer):
+                layer.crop(tokens)
                 trim(layer)
-        self.padding.crop(self.get_seq_length())
-        if not self.get_seq_length():
-            self._renew_native_layers()  # what comes next may have another shape
+        with self.change:
+            for layer in own_of(self.layers):
+                layer.crop(tokens)
+            self.padding.crop(self.get_seq_length())
+            if not self.get_seq_length():
+                self._renew_native_layers()  # what comes next may have another shape
 
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
         self._refuse_while_recording("reset()")
-        for layer in self._own_layers:
-            layer.reset()
-        self._renew_native_layers()
-        self.padding.reset()
-        self._stream.forget()
-        self._states.clear()
+        torn = self.change.unfinished
+        with self.change:
+            for layer in own_of(self.layers):
+                if torn:  # its parts may not fit together: they are built anew
+                    layer.release()
+                layer.reset()
+            self._renew_native_layers()
+            self.padding.reset()
+            self.hosted_layers[0].stream.forget()
+            self._states.clear()
+        self._called = False
 
     def _renew_native_layers(self) -> None:
         """Empty the layers that are transformers' own; some versions only zero a layer that they reset."""
@@ -653,8 +549,9 @@ class HiSparseCache(Cache):
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
         self._refuse_while_recording("reorder_cache (beam search)")
         self._make_way(beam_idx.numel())
-        super().reorder_cache(beam_idx)
-        self._rows_changed(beam_idx)
+        with self.change:
+            super().reorder_cache(beam_idx)
+            self._rows_changed(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times, at least once (ValueError)."""
@@ -665,8 +562,9 @@ class HiSparseCache(Cache):
             )
         rows = torch.arange(self._batch).repeat_interleave(repeats)
         self._make_way(rows.numel())
-        super().batch_repeat_interleave(repeats)
-        self._rows_changed(rows)
+        with self.change:
+            super().batch_repeat_interleave(repeats)
+            self._rows_changed(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch rows `indices`; any index of one dimension will do, an empty one raises ValueError."""
@@ -679,39 +577,15 @@ class HiSparseCache(Cache):
                 f"batch_select_indices({indices}) keeps none of {self._batch} rows: call reset() to empty the cache"
             )
         self._make_way(rows.numel())
-        super().batch_select_indices(rows)
-        self._rows_changed(rows)
+        with self.change:
+            super().batch_select_indices(rows)
+            self._rows_changed(rows)
 
     def _make_way(self, batch: int) -> None:
         """Keep less on the device, before anything else changes, such that there is memory for `batch` rows (MemoryError)."""
-        if batch <= self._batch:
-            return
-        self._ahead.wait()
-        call, held = self._call_of(batch, 1), self.memory()
-        purpose = f"{self.capacity} tokens of {batch} rows"
-        buffers = self._limits.fitting(held, call, self.capacity, purpose, self._dense_on_host)
-        asked = 0
-        new = sum(layer.host_bytes_for_rows(batch) for layer in self.hosted_layers)
-        if new:  # a layer's old memory goes when it has the new
-            asked = new + self.hosted_layers[-1].host_reserved_nbytes - held.host_reserved_bytes
-        if buffers.dense is not None:
-            one = self.hosted_layers[0].host_bytes_of(self.capacity, batch, *self._blank(1))
-            asked += one * len(self._to_move)
-        if asked > 0:
-            self._limits.host.check(asked, held, purpose)
-        fewer = min(buffers.records, self.sparse_layers[0].buffer_records)
-        self._keep(buffers._replace(records=fewer), call, self.capacity)
-
-    def _blank(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of so many tokens like those of the first hosted layer, without memory or content."""
-        batch, heads, key_width, value_width, dtype, device = self._states[self.hosted_layers[0].layer_idx]
-        one = torch.empty((1, 1, 1, 1), dtype=dtype, device=device)
-        return one.expand(batch, heads, tokens, key_width), one.expand(batch, heads, tokens, value_width)
-
-    def _call_of(self, batch: int, rows: int) -> Call:
-        """A call like those before."""
-        *_, dtype, device = next(iter(self._states.values()))
-        return Call(batch, rows, dtype, device)
+        self.check_whole()
+        if batch > self._batch:
+            self.room.make_for_rows(batch, self._states[self.hosted_layers[0].layer_idx])
 
     def _refuse_while_recording(self, what: str) -> None:
         if self.trace is not None:
@@ -722,11 +596,11 @@ class HiSparseCache(Cache):
 
     @property
     def _batch(self) -> int:
-        return next(iter(self._states.values()))[0] if self._states else 0
+        return next(iter(self._states.values())).batch if self._states else 0
 
     def _rows_changed(self, rows: torch.Tensor) -> None:
         self.padding.rearrange(rows)
-        self._states = {index: (rows.numel(), *state[1:]) for index, state in self._states.items()}
+        self._states = {index: held._replace(batch=rows.numel()) for index, held in self._states.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HiSparseCache:
         """An independent cache that holds the same tokens, for another continuation of a shared prefix.
@@ -737,23 +611,19 @@ class HiSparseCache(Cache):
             If the host cannot hold a second copy.
         """
         self.check_whole()
-        self._ahead.wait()  # what it takes is missing from what is available
-        if (
-            self._limits.host.size is None
-        ):  # else the copy is as large as this one, and has the same limit to itself
-            held = self.memory()
-            self._limits.host.check(held.host_reserved_bytes, held, "a copy of the cache")
+        self.room.check_copy()
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other._ahead = PinningAhead()
         other.padding = self.padding.clone()
+        other.change = Change()
         other.layers = [
             layer.clone(other.padding)
             if isinstance(layer, HostedLayer | ResidentLayer)
             else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
-        other._connect()
+        connect(self._family, other.layers)
+        other.room = self.room.clone(other.layers, other.change, other.padding)
         other.graphs = DecodeGraphs(other, enabled=self.graphs.enabled)
         other.trace = None
         other._states = dict(self._states)
@@ -825,6 +695,11 @@ class HiSparseCache(Cache):
         return config_fingerprint(self._config)
 
     @property
+    def _pin_next_at(self) -> int:
+        """Tokens from which on the next growth is pinned ahead; `eval.growth` stops there."""
+        return self.room.pin_next_at
+
+    @property
     def layout(self) -> str | None:
         """How records are laid out, of a model that has a choice."""
         return getattr(self._family, "layout", None)
@@ -863,7 +738,7 @@ class HiSparseCache(Cache):
         >>> with cache.record_trace("trace.npz"):
         ...     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
         """
-        if self._limits.device is not None:
+        if self.room.limits.device is not None:
             raise ValueError(
                 "record_trace: a trace is of one hot buffer, those of device_memory change: give device_buffer_tokens instead"
             )
@@ -893,11 +768,11 @@ class HiSparseCache(Cache):
         if dense := [layer for layer in self.hosted_layers if layer.dense]:
             kept = f"each with {dense[0].buffer_records} records per lane on the GPU"
             hosted += f" ({len(dense)} of them dense, {kept})"
-        limit = self._limits.device
+        limit = self.room.limits.device
         given = f"device_memory={limit.size or 'auto'}" if limit else f"device_buffer_tokens={records * size}"
         return (
             f"HiSparseCache({self._family!r}, {given}, "
-            f"decode_rows={settings.decode_rows}, host_memory={self._limits.host.size}, verify={settings.verify}, "
+            f"decode_rows={settings.decode_rows}, host_memory={self.room.limits.host.size}, verify={settings.verify}, "
             f"graphs={self.graphs.enabled})\n"
             f"  {self.get_seq_length()} tokens, {hosted} and "
             f"{len(self.layers) - len(self.hosted_layers)} native layers\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .active import forget_calls, track_calls
+from .active import COMPILED, forget_calls, track_calls
 from .attention import BASES, IMPLEMENTATIONS
 from .graphs import unwrap_forward, wrap_forward
 from .models.block_indexer import disable_msa, enable_msa
@@ -31,8 +31,10 @@ def enable(model: PreTrainedModel) -> None:
     Raises
     ------
     ValueError
-        If the model's attention cannot be switched, or is neither "sdpa" nor "eager".
+        If the model's attention cannot be switched, or is neither "sdpa" nor "eager", or it was given by `torch.compile`.
     """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(COMPILED)
     current = text_config(model.config)._attn_implementation
     if current in BASES:
         return

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from .active import capturing_cache
+from .active import called_decoder, capturing_cache, refuse_compiled
 from .host_memory import pinning
 from .hosted_layer import HostedLayer
 from .models.overrides import alive, copied
@@ -39,7 +39,8 @@ _FLAGS = ("use_cache", "return_dict", "logits_to_keep")
 class ReplayingForward:
     """Stands in for `model.forward`: decode steps with a `HiSparseCache` go through the cache's graphs.
 
-    It goes with a copy or a pickle of the model, bound to that, and does not keep the model alive.
+    It goes with a copy or a pickle of the model, bound to that, and does not keep the model alive; with a shallow copy
+    (`copy.copy`) it serves whichever of the two is called.
 
     Parameters
     ----------
@@ -58,13 +59,19 @@ class ReplayingForward:
         return types.MethodType(type(model).forward, model) if self.own is None else self.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = alive(self._model)
-        forward = self._forward_of(model)
         cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        refuse_compiled(cache)
+        model = self._holder()
+        forward = self._forward_of(model)
         graphs = getattr(cache, "graphs", None)
         if args or not isinstance(graphs, DecodeGraphs):
             return forward(*args, **kwargs)
         return graphs.step(model, forward, kwargs)
+
+    def _holder(self) -> PreTrainedModel:
+        """The model that is called: a shallow copy of it has the same attributes, this one among them."""
+        called: Any = called_decoder()
+        return called if called is not None and vars(called).get("forward") is self else alive(self._model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayingForward:
         return ReplayingForward(copied(self._model, memo), copy.deepcopy(self.own, memo))
@@ -181,7 +188,7 @@ class DecodeGraphs:
         for layer in cache.hosted_layers:
             layer.pool.wait()  # a captured step may not wait for an event from outside
         if mask is not None:
-            cache.padding.take(mask, cache.capacity)
+            cache.padding.reserve(len(mask), cache.capacity, mask.device)
         positions = kwargs.get("position_ids")
         inputs = {
             "input_ids": tokens,
@@ -204,11 +211,13 @@ class DecodeGraphs:
             if step is None:
                 return forward(**kwargs)
             self._steps[shape] = step
-        else:
-            for replayed in cache.layers:
-                replayed.replayed()
         self.replays += 1
-        return step.replay(inputs, cache)
+        with cache.change:
+            if mask is not None:
+                cache.padding.take(mask, cache.capacity)
+            for layer in cache.layers:
+                layer.replayed()
+            return step.replay(inputs, cache)
 
     def _capture(
         self,
@@ -219,6 +228,9 @@ class DecodeGraphs:
         key: tuple[Any, ...],
         masked: bool,
     ) -> _Step | None:
+        """Capture a step, which runs nothing and changes no counts; None where that cannot be."""
+        for layer in cache.layers:  # a replay asks no layer whether it has room
+            layer.grow(cache.capacity)
         step = _Step({name: tensor.clone() for name, tensor in inputs.items()}, key)
         counts = [layer.counts for layer in cache.layers]
         accepted = inspect.signature(forward).parameters
@@ -227,11 +239,12 @@ class DecodeGraphs:
             with pinning, as_captured(cache, masked), torch.cuda.graph(step.graph):
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
         except Exception as error:  # whatever a model does that a capture does not allow
-            for layer, count in zip(cache.layers, counts, strict=True):
-                layer.restore(count)
             logger.debug("capturing a decode step failed", exc_info=True)
             self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
             return None
+        finally:
+            for layer, count in zip(cache.layers, counts, strict=True):
+                layer.restore(count)
         self.captures += 1
         return step
 

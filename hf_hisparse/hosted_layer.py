@@ -117,6 +117,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self._length = 0
         self._new: NewTokens | None = None
         self._stored = False  # whether something of the new tokens is where it cannot be taken back from
+        self._grows = False  # also after growth that was broken off: the next one completes it
         self._area: PinnedArea | None = None
 
     # The state of an initialised layer.
@@ -245,10 +246,9 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             return self._length
         return None if self._stored else self._new.start
 
-    def take_back(self) -> None:
-        """Forget new tokens of which nothing was stored."""
-        if self._new is not None:
-            self._length, self._new = self._new.start, None
+    def take_back(self, tokens: int) -> None:
+        """Forget new tokens of which nothing was stored: only the first `tokens` are left."""
+        self._length, self._new = tokens, None
 
     def get_seq_length(self) -> int:
         """Tokens held."""
@@ -315,21 +315,24 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
     def grow(self, tokens: int) -> None:
         """Make room for `tokens` tokens (MemoryError if the host cannot hold them; the layer stays as it was)."""
         needed = self.layout.count(tokens)
-        if needed <= min(self.pool.capacity, self.buffer.page_table.shape[1]):
+        if needed <= min(self.pool.capacity, self.buffer.page_table.shape[1]) and not self._grows:
             return
-        # More than is needed now, so that growth is rare.
+        # More than is needed now, so that growth is rare; no less than the pool has, which grows first.
         capacity = max(self.layout.count(max(tokens, self.growth_target)), self.settings.top_k)
+        capacity = max(capacity, self.pool.capacity)
+        self._grows = True
+        self.version = new_version()  # before anything moves
         self.pool.grow(capacity)
         self.buffer.grow(capacity)
         self.state.grow(capacity)
-        self.version = new_version()
+        self._grows = False
 
     def resize_buffer(self, records: int) -> None:
         """Let the hot buffer have `records` slots per lane, those of the most recently used records among them."""
-        held, self.buffer_records = self.buffer_records, records
-        if self.shape is not None and records != held:
-            self.buffer.resize(records)
+        if self.shape is not None and records != self.buffer_records:
             self.version = new_version()
+            self.buffer.resize(records)
+        self.buffer_records = records
 
     def release(self) -> None:
         """Give back the device memory that a reset left behind."""
@@ -472,7 +475,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         return self._length, self.steps
 
     def restore(self, counts: tuple[int, ...]) -> None:
-        """Back to `counts`: a capture failed before anything ran."""
+        """Back to `counts`: a capture runs nothing."""
         self._length, self.steps = counts
         self._new = None
 

@@ -84,21 +84,23 @@ class HotBuffer:
             The slots that the first `n` slots were before.
         """
         lanes, held = self.slot_records.shape
+        page_table = self.page_table
         order = self.recency.order()
         every = torch.arange(slots, dtype=torch.int32, device=order.device).repeat(lanes, 1)
         if slots >= held:
             kept = every[:, :held].long()
-            self.slot_records = torch.nn.functional.pad(self.slot_records, (0, slots - held), value=-1)
+            slot_records = torch.nn.functional.pad(self.slot_records, (0, slots - held), value=-1)
             order = torch.cat([every[:, held:], order], dim=1)  # empty slots are the oldest
         else:
             kept = order[:, held - slots :].long()
             now_at = torch.full_like(order, -1).scatter_(1, kept, every)
-            slot = now_at.gather(1, self.page_table.clamp(min=0).long())
-            self.page_table = torch.where(self.page_table >= 0, slot, self.page_table)
-            self.slot_records = self.slot_records.gather(1, kept)
+            slot = now_at.gather(1, page_table.clamp(min=0).long())
+            page_table = torch.where(page_table >= 0, slot, page_table)
+            slot_records = self.slot_records.gather(1, kept)
             order = every
-        self.recency = Recency.of(order)
-        self.data = resized(self.data, kept, slots)
+        recency, data = Recency.of(order), resized(self.data, kept, slots)
+        # Not before all is there: without memory for it the buffer stays as it was.
+        self.page_table, self.slot_records, self.recency, self.data = page_table, slot_records, recency, data
         return kept
 
     def append(

@@ -29,8 +29,8 @@ class Padding:
         self._hold(None)
 
     def _hold(self, allowed: torch.Tensor | None) -> None:
+        self.version = new_version()  # before anything moves
         self.allowed = allowed
-        self.version = new_version()
 
     @property
     def captured(self) -> torch.Tensor | None:

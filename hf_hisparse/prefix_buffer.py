@@ -31,14 +31,16 @@ class PrefixBuffer:
     def __init__(self, lanes: int, slots: int, layout: RecordLayout, device: torch.device) -> None:
         self.layout = layout
         self.data = torch.empty((lanes, slots, layout.elements), dtype=layout.dtype, device=device)
-        self._make_tables(0)
+        self._hold(self.data, 0)
 
-    def _make_tables(self, capacity: int) -> None:
-        lanes, slots, _ = self.data.shape
-        record = torch.arange(capacity, dtype=torch.int32, device=self.data.device)
-        self.page_table = record.masked_fill(record >= slots, -1).repeat(lanes, 1)
-        nothing = torch.zeros(lanes, dtype=torch.int32, device=self.data.device)
-        self.plan = MissPlan(self.page_table, self.page_table, nothing, self.page_table < 0)
+    def _hold(self, data: torch.Tensor, capacity: int) -> None:
+        """Take `data`, and tables of `capacity` records for it."""
+        lanes, slots, _ = data.shape
+        record = torch.arange(capacity, dtype=torch.int32, device=data.device)
+        page_table = record.masked_fill(record >= slots, -1).repeat(lanes, 1)
+        nothing = torch.zeros(lanes, dtype=torch.int32, device=data.device)
+        plan = MissPlan(page_table, page_table, nothing, page_table < 0)
+        self.data, self.page_table, self.plan = data, page_table, plan  # all or nothing
 
     @property
     def lanes(self) -> int:
@@ -58,7 +60,7 @@ class PrefixBuffer:
     def grow(self, capacity: int) -> None:
         """Let the page table name records up to `capacity`."""
         if capacity > self.page_table.shape[1]:
-            self._make_tables(capacity)
+            self._hold(self.data, capacity)
 
     def resize(self, slots: int) -> None:
         """Change to `slots` slots per lane; new ones hold nothing yet."""
@@ -66,8 +68,7 @@ class PrefixBuffer:
         data = self.data.new_empty((lanes, slots, elements))
         kept = min(slots, held)
         data[:, :kept] = self.data[:, :kept]
-        self.data = data
-        self._make_tables(self.page_table.shape[1])
+        self._hold(data, self.page_table.shape[1])
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, pool: HostPool
@@ -105,9 +106,11 @@ class PrefixBuffer:
 
     def rearrange(self, lanes: torch.Tensor) -> None:
         """Let lane `i` hold what lane ``lanes[i]`` held (int64 ``[new lanes]``)."""
-        self.data = moved(self.data, lanes)
-        if self.page_table.shape[0] != lanes.numel():
-            self._make_tables(self.page_table.shape[1])
+        data = moved(self.data, lanes)
+        if self.page_table.shape[0] == lanes.numel():
+            self.data = data
+        else:
+            self._hold(data, self.page_table.shape[1])
 
     def clone(self) -> PrefixBuffer:
         """An independent copy."""

@@ -38,6 +38,7 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         self.padding = padding
         self.growth_target = 0  # tokens that the cache wants room for when the layer must grow
         self._length = 0
+        self._before: int | None = None  # tokens held without those on their way into its rows
         self.version = new_version()
 
     rows: Any = None  # [lanes, capacity, key_width + value_width]
@@ -57,9 +58,9 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         held = self.rows
         fits = held is not None and held[:, :0].shape == empty.shape
         if not fits or held.dtype != empty.dtype or held.device != empty.device:
-            self.rows = empty
-            self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.version = new_version()
+            self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.rows = empty
         self.is_initialized = True
 
     def grow(self, tokens: int) -> None:
@@ -69,33 +70,36 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
             return
         rows = self.rows.new_empty((lanes, max(tokens, self.growth_target), width))
         rows[:, :capacity] = self.rows
-        self.rows = rows
-        self.slots = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device).repeat(lanes, 1)
+        slots = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device).repeat(lanes, 1)
         self.version = new_version()
+        self.rows, self.slots = rows, slots
 
     def shrink(self, tokens: int) -> None:
         """Give back room for more than `tokens` tokens, which is what it holds at most."""
         if self.rows is not None and self.rows.shape[1] > tokens:
-            self.rows = self.rows[:, :tokens].clone()
-            self.slots = self.slots[:, :tokens].clone()
+            rows, slots = self.rows[:, :tokens].clone(), self.slots[:, :tokens].clone()
             self.version = new_version()
+            self.rows, self.slots = rows, slots
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take new tokens; return all, ``[batch, heads, T, width]``."""
+        self._before = self._length
         if not self._length:
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[2]
         new = torch.cat([key_states, value_states], dim=3).flatten(0, 1)
         if self.padding.capturing:
             self.rows.index_copy_(1, self.position, new)
+            self._before = None
             keys = key_states.view_as(key_states)
             setattr(keys, LAYER_ATTRIBUTE, self)
             return keys, value_states
         self.grow(self._length)
         self.rows[:, start : self._length] = new.detach()
         self.position.fill_(self._length)
+        self._before = None
         if start == 0:
             return key_states, value_states
         assert self.keys is not None and self.values is not None
@@ -167,8 +171,22 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         return (self._length,)
 
     def restore(self, counts: tuple[int]) -> None:
-        """Back to `counts`: a capture failed before anything ran."""
+        """Back to `counts`: a capture runs nothing."""
         (self._length,) = counts
+        self._before = None
+
+    def take_back(self, tokens: int) -> None:
+        """Forget new tokens: only the first `tokens` are left, if it holds so many."""
+        if tokens <= (self._length if self._before is None else self._before):
+            self._length = tokens
+            if self.is_initialized:
+                self.position.fill_(tokens)
+            self._before = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether tokens were taken that did not get into its rows."""
+        return self._before is not None
 
     def replayed(self) -> None:
         """A captured decode step was replayed."""
@@ -199,6 +217,7 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
     def reset(self) -> None:
         """Forget everything; the memory stays for the next use."""
         self._length = 0
+        self._before = None
         self.is_initialized = False
 
     def saved(self) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from .models.dense import DenseLayer
 from .models.quest import Quest
 from .resident_layer import ResidentLayer
 from .selector import Selector
+from .token_shape import TokenShape
 
 if TYPE_CHECKING:
     from .cache import HiSparseCache
@@ -207,11 +208,12 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
         )
     devices = layer_devices(model)
     tokens = content["tokens"]
-    shapes = [
-        _blank(layer["states"], tokens, devices.get(index, model.device))
+    held = [
+        _shape(layer["states"], devices.get(index, model.device))
         for index, layer in enumerate(content["layers"])
     ]
-    cache.make_room_for(*shapes[cache.hosted_layers[0].layer_idx])
+    shapes = [shape.blank(tokens) for shape in held]
+    cache.room.make(*shapes[cache.hosted_layers[0].layer_idx])
     parts = [
         (path / f"layer-{index:05}.safetensors", layer["checksums"])
         for index, layer in enumerate(content["layers"])
@@ -227,8 +229,8 @@ def restore(cache: HiSparseCache, path: Path, content: dict[str, Any], model: Pr
     masks = _read(path / "padding.safetensors", content["padding"]["checksums"])
     cache.padding.load(masks, content["padding"]["noted"], cache.capacity, shapes[0][0].device)
     cache._states = {
-        index: (*layer["states"][:4], keys.dtype, keys.device)
-        for index, (layer, (keys, _)) in enumerate(zip(content["layers"], shapes, strict=True))
+        index: shape
+        for index, (layer, shape) in enumerate(zip(content["layers"], held, strict=True))
         if layer["states"]
     }
 
@@ -238,11 +240,10 @@ def _loaded_alike(kind: str) -> str:
     return ResidentLayer.__name__ if kind == DenseLayer.__name__ else kind
 
 
-def _blank(states: list[Any] | None, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the shape, type and device of those held, without memory or content."""
-    batch, heads, key_width, value_width, name = states or (0, 0, 0, 0, "float32")
-    one = torch.empty((1, 1, 1, 1), dtype=getattr(torch, name), device=device)
-    return one.expand(batch, heads, tokens, key_width), one.expand(batch, heads, tokens, value_width)
+def _shape(states: list[Any] | None, device: torch.device) -> TokenShape:
+    """That of what a layer held."""
+    batch, heads, key_width, value_width, dtype = states or (0, 0, 0, 0, "float32")
+    return TokenShape(batch, heads, key_width, value_width, getattr(torch, dtype), device)
 
 
 def _read(file: Path, checksums: dict[str, int]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from ..history_stream import HistoryStream
 from ..hosted_layer import HostedLayer, LayerSettings
 from ..padding import Padding
 from ..resident_layer import ResidentLayer
@@ -127,6 +128,25 @@ def new_layers(
             dense = type(native[index]) is DynamicLayer
             layers[index] = ResidentLayer(index, padding) if dense else native[index]
     return layers
+
+
+def hosted_of(layers: list[Any]) -> list[HostedLayer]:
+    """Those of a cache's layers whose KV lives on the host."""
+    return [layer for layer in layers if isinstance(layer, HostedLayer)]
+
+
+def own_of(layers: list[Any]) -> list[HostedLayer | ResidentLayer]:
+    """Those of a cache's layers that are not transformers' own."""
+    return [layer for layer in layers if isinstance(layer, HostedLayer | ResidentLayer)]
+
+
+def connect(family: Family, layers: list[Any]) -> None:
+    """Let the layers of one cache know what they share."""
+    family.connect(layers)
+    hosted = hosted_of(layers)
+    stream = HistoryStream(hosted)
+    for layer in hosted:
+        layer.stream = stream
 
 
 def checked_buffer(tokens: int | None, family: Family) -> int:

@@ -56,9 +56,9 @@ class IndexerKeys:
         capacity = records * self._tokens_per_record
         missing = capacity - self._capacity
         if missing > 0:
-            self._capacity = capacity
             if self.keys is not None:
                 self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, missing))
+            self._capacity = capacity
 
     def write(self, keys: torch.Tensor, start: int) -> torch.Tensor:
         """Take ``[batch, T, width]`` from position `start` on; the keys up to there, a view ``[batch, start + T, width]``."""

@@ -47,7 +47,8 @@ def alive(module: weakref.ref[Any]) -> Any:
     found = module()
     if found is None:
         raise ReferenceError(
-            "a method of a model that is gone was called: keep the model as long as its methods"
+            "a method of a model that is gone is asked for, which a shallow copy (copy.copy) shares with it: keep the model as "
+            "long as its methods and shallow copies, or make a copy of its own (copy.deepcopy) while it is there"
         )
     return found
 

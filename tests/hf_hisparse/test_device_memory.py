@@ -422,7 +422,7 @@ def test_more_tokens_than_positions_are_warned_of_once(model, caplog):
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         for _ in range(4):
             model(prompt(1, 40, device=str(model.device)), past_key_values=cache)
-    warnings = [record.getMessage() for record in caplog.records if record.name == "hf_hisparse.cache"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "hf_hisparse.room"]
     assert (
         len(warnings) == 1
         and "120 tokens are more than the model's max_position_embeddings=100" in warnings[0]

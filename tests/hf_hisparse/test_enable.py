@@ -211,3 +211,48 @@ def test_a_cache_cannot_be_pickled(model, pickles):
     with pytest.raises(TypeError, match=r"cache\.save\(path\).*HiSparseCache\.load"):
         pickles(cache)
     copy.deepcopy(cache)
+
+
+@pytest.mark.parametrize("original", ["stays", "goes"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shallow_copy(family, original):
+    """It shares modules, configuration and the switch; it answers, and can be disabled, with the model or without."""
+    make, selector = FAMILIES[family]
+    model = make()
+    enable(model)
+    expected = _answer(model, selector)
+    twin = copy.copy(model)
+    if original == "goes":
+        del model
+        gc.collect()
+    for _ in range(2):
+        assert torch.equal(_answer(twin, selector), expected)
+    if original == "stays":
+        assert torch.equal(_answer(model, selector), expected)
+        assert torch.equal(_answer(copy.deepcopy(twin), selector), expected)
+    disable(twin)
+    cold = twin.generate(prompt(1, 90), do_sample=False, max_new_tokens=6)
+    assert torch.equal(cold, make().generate(prompt(1, 90), do_sample=False, max_new_tokens=6))
+
+
+def test_a_deep_copy_of_a_shallow_copy_has_weights_of_its_own():
+    model = build("qwen3")
+    enable(model)
+    expected = _answer(model, Quest(32, 4))
+    deep = copy.deepcopy(copy.copy(model))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    del model
+    gc.collect()
+    assert torch.equal(_answer(deep, Quest(32, 4)), expected)
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, pickle.dumps, lambda twin: twin.forward(prompt(1, 5))])
+def test_what_a_shallow_copy_cannot_without_its_model(use):
+    model = build("qwen3")
+    enable(model)
+    twin = copy.copy(model)
+    del model
+    with pytest.raises(ReferenceError, match=r"copy\.copy.*copy\.deepcopy"):
+        use(twin)

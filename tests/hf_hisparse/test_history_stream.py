@@ -69,8 +69,8 @@ def test_layers_of_a_cache_and_of_its_copy_share_a_stream_of_their_own(model):
     _chunks(model, cache, prompt(1, 2 * CHUNK, device=str(model.device)))
     other = copy.deepcopy(cache)
     for each in (cache, other):
-        assert {layer.stream for layer in each.hosted_layers} == {each._stream}
-    assert cache._stream is not other._stream
+        assert {layer.stream for layer in each.hosted_layers} == {each.hosted_layers[0].stream}
+    assert cache.hosted_layers[0].stream is not other.hosted_layers[0].stream
 
 
 @pytest.mark.parametrize(("rows", "streamed"), [(1, []), (3, [0]), (CHUNK, [0, 1, 2, 3])])
@@ -163,9 +163,9 @@ def test_what_is_under_way_is_dropped(model, what):
     cache = _cache(model)
     ids = prompt(1, CHUNK, device=str(model.device))
     _chunks(model, cache, ids)
-    cache._stream._coming = "left by a call that did not finish"
+    cache.hosted_layers[0].stream._coming = "left by a call that did not finish"
     if what == "reset":
         cache.reset()
     else:
         _chunks(model, cache, ids[:, :3])
-    assert cache._stream._coming is None
+    assert cache.hosted_layers[0].stream._coming is None

@@ -72,11 +72,11 @@ def test_growth_finds_it_pinned(model, pinned):
     del plain
     cache = cache_of(model)
     ours = [read(model, cache, until) for until in (FIRST, BEFORE)]
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     before = len(pinned.pinners)
     held = cache.memory().host_reserved_bytes
     ours.append(read(model, cache, WANTED))
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     assert pinned.pinners[before:] == [NAME] * len(cache.hosted_layers)
     assert cache.memory().host_reserved_bytes > held, "what is pinned ahead counts"
     assert cache.capacity == FULL
@@ -92,12 +92,12 @@ def test_a_captured_step_asks_for_it_too(model, pinned):
     """Before each step that a CUDA graph replays there is to be room for a token."""
     cache = cache_of(model)
     read(model, cache, BEFORE)  # with room for an eighth more, at least 1024
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     before = len(pinned.pinners)
     cache.make_room(cache.capacity - 257 - BEFORE)
-    assert cache._ahead._thread is None
+    assert cache.room.ahead._thread is None
     cache.make_room(cache.capacity - 256 - BEFORE)
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     assert pinned.pinners[before:] == [NAME] * len(cache.hosted_layers)
 
 
@@ -123,10 +123,10 @@ def test_nothing_is_pinned_ahead_beyond_the_limit(model, pinned):
     free.close()
     cache = cache_of(model, host_memory=limit)
     read(model, cache, FIRST)
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     before = len(pinned.pinners)
     read(model, cache, WANTED)
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     assert len(pinned.pinners) == before
     read(model, cache, FULL + 100)  # without room for more it still fits
     assert len(pinned.pinners) > before
@@ -138,11 +138,11 @@ def test_nothing_is_pinned_ahead_beyond_the_limit(model, pinned):
 def test_an_error_surfaces_where_the_memory_is_needed(model, pinned, caplog):
     cache = cache_of(model)
     read(model, cache, FIRST)
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     pinned.refuses = True
     with caplog.at_level(logging.WARNING, logger="hf_hisparse"):
         read(model, cache, WANTED)
-        cache._ahead.wait()
+        cache.room.ahead.wait()
     assert "could not be pinned ahead" in caplog.text and "refused to pin" in caplog.text
     read(model, cache, FULL)
     with pytest.raises(MemoryError, match=r"refused to pin .*ulimit -l"):
@@ -167,7 +167,7 @@ def _while_pinning(model, pinned, act):
     """Run `act` on a cache whose next growth is just being pinned."""
     cache = cache_of(model)
     read(model, cache, FIRST)
-    cache._ahead.wait()
+    cache.room.ahead.wait()
     pinned.asked.clear()
     pinned.may_pin.clear()
     read(model, cache, WANTED)
@@ -181,7 +181,7 @@ def _while_pinning(model, pinned, act):
 @pytest.mark.parametrize("end", ENDS)
 def test_a_cache_may_end_meanwhile(model, pinned, end):
     cache = _while_pinning(model, pinned, ENDS[end])
-    thread = cache._ahead._thread
+    thread = cache.room.ahead._thread
     if end == "close":
         assert thread is None and not pinned.pinned, "at once"
     del cache

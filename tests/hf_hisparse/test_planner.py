@@ -120,7 +120,7 @@ def test_dense_layers_go_to_the_host_where_the_memory_asks_for_it():
     cache = HiSparseCache(CONFIG, Quest(), device_memory=planned.memory.device_bytes)
     call = Call(1, 1, torch.bfloat16, torch.device("cpu"))
     capacity = planned.memory.host_reserved_bytes // (36 * 8 * 512)
-    buffers = cache._limits.fitting(cache.memory(), call, capacity, "all", None)
+    buffers = cache.room.limits.fitting(cache.memory(), call, capacity, "all", None)
     assert buffers == Buffers(128, kept // 16)
     assert _plan(131072).streamed == 0
 
