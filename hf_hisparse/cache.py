@@ -695,11 +695,6 @@ class HiSparseCache(Cache):
         return config_fingerprint(self._config)
 
     @property
-    def _pin_next_at(self) -> int:
-        """Tokens from which on the next growth is pinned ahead; `eval.growth` stops there."""
-        return self.room.pin_next_at
-
-    @property
     def layout(self) -> str | None:
         """How records are laid out, of a model that has a choice."""
         return getattr(self._family, "layout", None)

@@ -2,8 +2,8 @@
 
 In GLM-5 most layers read what the full layer before them has selected. The first layer of such a group on a device, its
 leader, resolves a selection; the others own data and host pool alone. They replay what the leader notes of each new token
-(`Replay`): the same misses into the same slots. On a GPU each layer starts the fetch of the next one on a side stream: before its
-own attention, the leader, whose attention reads the host itself, after it.
+(`Replay`): the same misses into the same slots. On a GPU each layer starts the fetch of the next one on a side stream, before its
+own attention.
 """
 
 from __future__ import annotations

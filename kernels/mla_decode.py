@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, ceil_div, check_source, on_device_of, use_triton
+from .dispatch import block_of, ceil_div, on_device_of, use_triton
 from .early_launch import early_launch, wait_for_previous
-from .fetch_ahead import fetch_ahead
-from .miss_plan import HostSource
 
 _HEADS, _ROWS = 64, 64  # in a product, at most
 _FP32_HEADS, _FP32_ROWS = 16, 32  # without tensor cores
@@ -32,55 +30,10 @@ def _load_slots(selection, slots, index, k):
     return tl.where(record >= 0, slot, -1).to(tl.int32)
 
 
-@triton.jit
-def _bring_rows(
-    pool,
-    host_rows,
-    missing,
-    selection,
-    slots,
-    buffer,
-    host_lane,
-    host_lanes,
-    heads,
-    k,
-    first,
-    rows,
-    VALUE_WIDTH: tl.constexpr,
-    ROPE_WIDTH: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-):
-    """Copy the missing rows among `rows` entries of a lane's selection from the host to their slots."""
-    KEY_WIDTH: tl.constexpr = VALUE_WIDTH + ROPE_WIDTH
-    column = tl.arange(0, VALUE_BLOCK)[None, :]
-    rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
-    for start in range(0, rows, ROW_BLOCK):
-        index = first + start + tl.arange(0, ROW_BLOCK)
-        # All three are loaded at once, missing or not: no load waits for another.
-        absent = tl.load(missing + index, mask=index < k, other=0) != 0
-        record = tl.load(selection + index, mask=index < k, other=-1).to(tl.int64)
-        slot = tl.load(slots + index, mask=index < k, other=0).to(tl.int64)
-        host_row = tl.load(host_rows + record, mask=absent, other=0).to(tl.int64)
-        source = (pool + (record * host_lanes + host_row * heads + host_lane) * KEY_WIDTH)[:, None]
-        target = (buffer + slot * KEY_WIDTH)[:, None]
-        inside = absent[:, None] & (column < VALUE_WIDTH)
-        data = tl.load(source + column, mask=inside)
-        if ROPE_WIDTH > 0:
-            rope_inside = absent[:, None] & (rope_column < ROPE_WIDTH)
-            rope = tl.load(source + VALUE_WIDTH + rope_column, mask=rope_inside)
-            tl.store(target + VALUE_WIDTH + rope_column, rope, mask=rope_inside)
-        tl.store(target + column, data, mask=inside)
-
-
 @triton.jit(
     do_not_specialize=[
         "selection_stride",
         "slots_stride",
-        "host_rows_stride",
-        "host_lanes",
-        "heads",
         "sharing",
         "slot_count",
         "k",
@@ -93,10 +46,6 @@ def _mla_split_kernel(
     buffer,
     selection,
     slots,
-    pool,
-    host_rows,
-    missing,
-    missing_count,
     output,
     statistics,
     scale,
@@ -104,9 +53,6 @@ def _mla_split_kernel(
     query_head_stride,
     selection_stride,
     slots_stride,
-    host_rows_stride,
-    host_lanes,
-    heads,
     sharing,
     slot_count,
     k,
@@ -149,29 +95,6 @@ def _mla_split_kernel(
     total = tl.zeros([HEAD_BLOCK], tl.float32)
     values = tl.zeros([HEAD_BLOCK, VALUE_BLOCK], tl.float32)
     first = lane_split % splits * split_rows
-    if pool is not None:  # noqa: SIM102  decided when this is compiled
-        if tl.load(missing_count + lane) > 0:
-            # All at once, before anything is computed: the link is the bottleneck, and other programs compute meanwhile.
-            _bring_rows(
-                pool,
-                host_rows + lane // heads * host_rows_stride,
-                missing + lane * k,
-                selection,
-                slots,
-                buffer,
-                lane % heads,
-                host_lanes,
-                heads,
-                k,
-                first,
-                split_rows,
-                VALUE_WIDTH,
-                ROPE_WIDTH,
-                VALUE_BLOCK,
-                ROPE_BLOCK,
-                ROW_BLOCK,
-            )
-            tl.debug_barrier()
     index = first + tl.arange(0, ROW_BLOCK)
     next_slot = _load_slots(selection, slots, index, k)
     for start in range(0, split_rows, ROW_BLOCK):
@@ -251,7 +174,6 @@ def mla_decode(
     slots: torch.Tensor,
     scaling: float,
     value_width: int,
-    source: HostSource | None = None,
 ) -> torch.Tensor:
     """Absorbed attention of one query token per lane over the selected rows; see `reference.mla_decode`.
 
@@ -263,9 +185,8 @@ def mla_decode(
         If a shape, dtype or memory layout is not what the reference names.
     """
     _check(query, buffer, selection, slots, value_width)
-    heads_of_row = 1 if source is None else check_source(source, selection, buffer)
     if not use_triton(buffer):
-        return reference.mla_decode(query, buffer, selection, slots, scaling, value_width, source)
+        return reference.mla_decode(query, buffer, selection, slots, scaling, value_width)
     lanes, heads, key_width = query.shape
     buffers, slot_count, _ = buffer.shape
     k = selection.shape[1]
@@ -275,9 +196,6 @@ def mla_decode(
     head_block, row_block = _blocks(
         heads, row_bytes, buffer.element_size(), _shared_memory(buffer.get_device())
     )
-    if source is not None and heads > head_block:  # each block of heads would bring the same rows
-        fetch_ahead(selection, slots, source, buffer)
-        source = None
     num_warps = 4 if head_block == 16 and buffer.element_size() == 2 else 8
     programs = lanes * ceil_div(heads, head_block)
     splits, split_blocks = _split(programs, ceil_div(k, row_block), _MULTIPROCESSORS * 8 // num_warps)
@@ -293,10 +211,6 @@ def mla_decode(
             buffer,
             selection,
             slots,
-            None if source is None else source.pool,
-            None if source is None else source.host_rows,
-            None if source is None else source.plan.missing,
-            None if source is None else source.plan.count,
             partial,
             statistics,
             scaling * math.log2(math.e),
@@ -304,9 +218,6 @@ def mla_decode(
             query.stride(1),
             selection.stride(0),
             slots.stride(0),
-            0 if source is None else source.host_rows.stride(0),
-            0 if source is None else source.pool.shape[1],
-            heads_of_row,
             lanes // buffers,
             slot_count,
             k,

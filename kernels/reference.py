@@ -500,7 +500,6 @@ def mla_decode(
     slots: torch.Tensor,
     scaling: float,
     value_width: int,
-    source: HostSource | None = None,
 ) -> torch.Tensor:
     """Multi-head latent attention of one query token per lane over the selected rows, read from their slots.
 
@@ -522,15 +521,11 @@ def mla_decode(
     scaling : float
     value_width : int
         Width of the latent part (DeepSeek: 512 of 576).
-    source : HostSource, optional
-        As in `gqa_decode`: where the missing rows are, if no `fetch` has brought them.
 
     Returns
     -------
     ``[lanes, heads, value_width]`` in the query's dtype; zeros where nothing is selected.
     """
-    if source is not None:
-        fetch_ahead(selection, slots, source, buffer)
     lanes = query.shape[0]
     selected = selection >= 0
     owner = torch.arange(lanes, device=buffer.device)[:, None] // (lanes // buffer.shape[0])

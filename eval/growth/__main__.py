@@ -64,7 +64,7 @@ def run(model: PreTrainedModel, quest: Quest, tokens: int, ahead: bool) -> dict[
         row: dict[str, Any] = {"prompt_s": round(timed(model, cache, tokens), 3)}
         row["prompt_s_pools"] = round(sum(pools), 3)
         # Decode passes the mark from which on memory is pinned ahead.
-        timed(model, cache, cache._pin_next_at - tokens - WARM - 1)
+        timed(model, cache, cache.room.pin_next_at - tokens - WARM - 1)
         pools.clear()
         before = cache.capacity - cache.get_seq_length()
         held = cache.memory().host_reserved_bytes

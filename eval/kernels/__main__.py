@@ -6,9 +6,11 @@
 
 resolve + fetch: k records of a lane per call, a fresh selection each call, beside the copy engine moving the same bytes.
 resolve: alone, in large buffers, over as many calls as fill the log of uses once, so that clearing it is counted.
-mla layer, gqa layer: from selection to output (us), beside a fetch first and the attention then, resolve and fetch alone, and
-resolve and attention alone, without what is missing. Attention reads missing records from the host itself.
+mla layer, gqa layer: from selection to output (us) as the cache does it, fetch first and attention then or, where that has a
+kernel for it and there are many lanes, attention that reads missing records from the host itself; both ways stand beside, with
+resolve and fetch alone, and resolve and attention alone, without what is missing.
 block_scores, gqa_decode: MiniMax-M3's choice of blocks out of 131,072 tokens, and attention over 16 of them.
+quest_select: the best pages of a history by their scores, beside the same from torch's operations.
 mla_decode: absorbed attention over k selected rows, beside a gather and torch's SDPA.
 Times are the median over replays of a graph of many calls, divided by the calls. Floors: what misses are at the bandwidth of the
 link, and what attention reads at that of the GPU's memory, both measured in the run.
@@ -28,12 +30,15 @@ from tqdm import tqdm
 from eval.environment import conditions, memory_bandwidth, write_csv
 from eval.kernels.timing import DEVICE, microseconds
 from eval.kernels.workload import Workload
+from hf_hisparse.hosted_layer import FEW_LANES
 from hf_hisparse.link import link_bandwidth
 from hf_hisparse.records import RecordLayout
+from hisparse_kernels import reference
 from hisparse_kernels.block_scores import block_scores
 from hisparse_kernels.gqa_decode import gqa_decode
 from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.mla_decode import mla_decode
+from hisparse_kernels.quest_select import quest_select
 from hisparse_kernels.recency import LOG_LENGTH
 
 Row = dict[str, Any]
@@ -108,7 +113,7 @@ def attention_with_misses(
     ) -> torch.Tensor:
         data, scaling = work.buffer.data, width**-0.5
         if latent:
-            return mla_decode(query, data, selection, slots, scaling, layout.key_width, source)
+            return mla_decode(query, data, selection, slots, scaling, layout.key_width)
         return gqa_decode(
             query, data, selection, slots, work.position, None, layout.tokens, width, scaling, source
         )
@@ -116,8 +121,9 @@ def attention_with_misses(
     def read_while_attending(selection: torch.Tensor) -> torch.Tensor:
         return attend(selection, work.buffer.resolve(selection, work.position), work.source())
 
-    one_after_another = work.time(lambda s: attend(s, work.read(s)))
-    together = work.time(read_while_attending)
+    first = work.time(lambda s: attend(s, work.read(s)))
+    meanwhile = None if latent else work.time(read_while_attending)
+    layer = first if meanwhile is None or lanes <= FEW_LANES else meanwhile
     moving = work.time(work.read)
     hits = work.time(lambda s: attend(s, work.buffer.resolve(s, work.position)))  # as if nothing were missing
     resolving = work.time(lambda s: work.buffer.resolve(s, work.position))
@@ -131,14 +137,15 @@ def attention_with_misses(
         "heads": group,
         "record_bytes": layout.nbytes,
         "misses_per_lane": round(missed / lanes, 1),
-        "us": round(together.us, 2),
-        "us_spread": round(together.spread, 2),
-        "GB_per_s": round(moved / together.us / 1000, 1),
+        "us": round(layer.us, 2),
+        "us_spread": round(layer.spread, 2),
+        "GB_per_s": round(moved / layer.us / 1000, 1),
         "copy_engine_us": round(work.copy_engine(moved), 2),
         "link_floor_us": link_floor(moved),
         "memory_floor_us": memory_floor(lanes * k * layout.nbytes),
-        "times_slower_part": round(together.us / max(hits.us, moving.us), 3),
-        "fetch_then_attend_us": round(one_after_another.us, 2),
+        "times_slower_part": round(layer.us / max(hits.us, moving.us), 3),
+        "fetch_then_attend_us": round(first.us, 2),
+        "attend_and_read_us": None if meanwhile is None else round(meanwhile.us, 2),
         "resolve_fetch_us": round(moving.us, 2),
         "resolve_attend_us": round(hits.us, 2),
         "resolve_us": round(resolving.us, 2),
@@ -183,6 +190,23 @@ def absorbed_attention(batch: int, heads: int, k: int, slots: int) -> Row:
         "TFLOP_per_s": round(2 * batch * heads * k * (2 * latent + rope) / time / 1e6, 1),
         "gather_sdpa_us": round(other, 2),
         "memory_floor_us": memory_floor(moved),
+    }
+
+
+def choice_of_pages(lanes: int, pages: int, k: int) -> Row:
+    """Time `quest_select` over scores, and its reference, which is torch's top-k, on the same device."""
+    scores = torch.randn(lanes, pages, device=DEVICE)
+    position = torch.full((1,), 16 * pages - 1, dtype=torch.int64, device=DEVICE)
+    time, spread = microseconds([lambda: quest_select(scores, position, 16, k)] * 12)
+    other, _ = microseconds([lambda: reference.quest_select(scores, position, 16, k)] * 12)
+    return {
+        "what": "quest_select",
+        "lanes": lanes,
+        "k": k,
+        "slots": pages,
+        "us": round(time, 2),
+        "us_spread": round(spread, 2),
+        "torch_us": round(other, 2),
     }
 
 
@@ -249,12 +273,14 @@ def cases() -> Iterator[Callable[[], list[Row]]]:
         *itertools.product((128,), (1, 8), (274,)),
     ):
         yield lambda g=heads, n=lanes, m=misses: [attention_with_misses(n, g, m, latents, 2048, 4096)]
-    for lanes, misses in ((8, 0), (8, 17), (32, 17), (64, 17)):
+    for lanes, misses in ((8, 0), (8, 17), (16, 17), (32, 17), (64, 17)):
         yield lambda n=lanes, m=misses: [attention_with_misses(n, 4, m, pages, 128, 256)]
-    for lanes, misses in ((4, 0), (4, 2), (32, 2)):
+    for lanes, misses in ((4, 0), (4, 2), (16, 2), (32, 2)):
         yield lambda n=lanes, m=misses: [attention_with_misses(n, 16, m, blocks, 16, 32)]
     for batch in (1, 8):
         yield lambda b=batch: block_attention(b, history=131072)
+    for lanes, pages in itertools.product((8, 64), (2048, 8192)):
+        yield lambda n=lanes, p=pages: [choice_of_pages(n, p, 128)]
 
 
 def toy_cases() -> Iterator[Callable[[], list[Row]]]:
@@ -267,6 +293,7 @@ def toy_cases() -> Iterator[Callable[[], list[Row]]]:
     yield lambda: [attention_with_misses(1, 4, 4, latents, 32, 64)]
     yield lambda: [attention_with_misses(2, 4, 2, pages, 16, 32)]
     yield lambda: block_attention(1, history=4096)
+    yield lambda: [choice_of_pages(2, 64, 8)]
 
 
 def main() -> None:

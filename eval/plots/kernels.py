@@ -18,11 +18,17 @@ _MARKS = {
     "resolve_fetch_us": ("^", "#0072B2", "resolve and fetch alone"),
     "resolve_attend_us": ("v", "#009E73", "resolve and attention alone"),
     "gather_sdpa_us": ("o", "#7f7f7f", "gather and SDPA"),
+    "torch_us": ("s", "#7f7f7f", "torch's operations"),
 }
 _PANELS = {
     "resolve and fetch": ("resolve+fetch", "resolve"),
     "selection to output of one layer": ("mla layer", "gqa layer"),
-    "attention, and scores, with everything resident": ("mla_decode", "gqa_decode", "block_scores"),
+    "attention, scores and choices, with everything resident": (
+        "mla_decode",
+        "gqa_decode",
+        "block_scores",
+        "quest_select",
+    ),
 }
 
 

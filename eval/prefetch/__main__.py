@@ -35,7 +35,6 @@ from eval.traces import PAPER_CURVE, Playback, synthetic_trace
 from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
 from hf_hisparse.link import link_bandwidth
-from hf_hisparse.models.mla import LatentLayer
 
 WARM_UP = 6  # steps of each way before the timed ones: compile, capture, reach the trace's steady state
 
@@ -74,12 +73,9 @@ class TracePlayer:
 def without_io() -> Iterator[None]:
     """No record is read from the host: what is computed is wrong, and takes the time it would take without misses."""
     skip = lambda *args: None  # noqa: E731
-    resolve = LatentLayer.resolve
     with ExitStack() as patches:
+        patches.enter_context(mock.patch("hf_hisparse.hosted_layer.fetch_ahead", skip))
         patches.enter_context(mock.patch("hf_hisparse.prefetch.fetch", skip))
-        patches.enter_context(
-            mock.patch.object(LatentLayer, "resolve", lambda layer, chosen: (resolve(layer, chosen)[0], None))
-        )
         yield
 
 

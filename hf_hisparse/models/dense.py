@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hisparse_kernels.miss_plan import HostSource
+
 from ..hosted_layer import LayerSettings
 from ..layer_history import LayerHistory
 from ..padding import Padding
@@ -94,6 +96,10 @@ class DenseLayer(GqaLayer):
     def streams(self, rows: int) -> bool:
         """See `HostedLayer.streams`: to read everything again for each token would take longer than to bring it once."""
         return rows > 1
+
+    def read_or_resolve(self, selection: torch.Tensor) -> tuple[torch.Tensor, HostSource | None]:
+        """See `HostedLayer.read_or_resolve`; what has no slot is read from the host, and kept nowhere."""
+        return self.resolve(selection)
 
     def resize_buffer(self, records: int) -> None:
         """See `HostedLayer.resize_buffer`; no more than it has while it holds tokens, as nothing would bring them."""

@@ -94,7 +94,7 @@ class GqaLayer(HostedLayer):
             row = self._lanes(query[:, :, i])
             selection = self.state.select(row, self.position).contiguous()
             self._check_selection(selection)
-            slots, source = self.resolve(selection)
+            slots, source = self.read_or_resolve(selection)
             output = gqa_decode(
                 row,
                 self.buffer.data,

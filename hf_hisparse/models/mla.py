@@ -11,9 +11,6 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
-from hisparse_kernels.fetch_ahead import fetch_ahead
-from hisparse_kernels.miss_plan import HostSource
-
 from ..active import current_call
 from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings, NewTokens
@@ -178,12 +175,9 @@ class LatentLayer(HostedLayer):
         selection: torch.Tensor,
         slots: torch.Tensor,
         scaling: float,
-        source: HostSource | None = None,
     ) -> torch.Tensor:
         matrix = self._up.matrix(module.kv_b_proj, self.layout.key_width, query)
-        return absorbed_attention(
-            query, rows, selection, slots, matrix, self.layout.value_width, scaling, source
-        )
+        return absorbed_attention(query, rows, selection, slots, matrix, self.layout.value_width, scaling)
 
     def _prefill(
         self,
@@ -271,44 +265,32 @@ class LatentLayer(HostedLayer):
             row = slice(i, i + 1)
             selection = selections[:, i].contiguous()
             take = self._follow if isinstance(self.buffer, FollowerBuffer) else self._lead
-            slots, source = take(i, new, selection)
+            slots = take(i, new, selection)
             if expanded is None:
-                output = self._absorbed(
-                    module, query[:, :, row], self.buffer.data, selection, slots, scaling, source
-                )
+                output = self._absorbed(module, query[:, :, row], self.buffer.data, selection, slots, scaling)
             else:
-                if source is not None:
-                    fetch_ahead(selection, slots, source, self.buffer.data)
                 at = slots.clamp(min=0).long()[:, :, None].expand(-1, -1, self.layout.elements)
                 rows = self.buffer.data.gather(1, at)
                 output = expanded.decode(query[:, :, row], rows, selection, mask[:, :, row], indices[:, row])
-            if source is not None and self.replays:  # after attention, which reads the host, too
-                self._prefetch_next(i, self.replays[i])
             self.verify(selection, slots)
             self.advance()
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def _lead(
-        self, i: int, new: NewTokens, selection: torch.Tensor
-    ) -> tuple[torch.Tensor, HostSource | None]:
-        """Store new token `i`, give slots to what it selects, and let followers know.
-
-        Returns
-        -------
-        The slots, int32 ``[lanes, k]``, and where attention finds what is not in them yet.
-        """
+    def _lead(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
+        """Store new token `i`, bring what it selects, and let followers know; the slots, int32 ``[lanes, k]``."""
         self.append(new.keys[:, 0, i], new.values[:, 0, i])
-        slots, source = self.resolve(selection)
+        slots = self.read(selection)
         if self.group.members[-1] is not self:
             replay = Replay(selection, slots, self.buffer.plan, self.buffer.slot_of(self.position))  # type: ignore[union-attr]
             if new.keys.shape[2] > 1:
                 replay = replay.kept()
             self.replays.append(replay)
-        return slots, source
+            self._prefetch_next(i, replay)
+        return slots
 
-    def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Do for new token `i` what the leader did; the slots (see `_lead`), in which all is."""
+    def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
+        """Do for new token `i` what the leader did; the slots (see `_lead`)."""
         leader = self.group.leader_of(self, self.position.device)
         assert isinstance(self.buffer, FollowerBuffer) and leader is not None
         replay = leader.replays[i]
@@ -323,7 +305,7 @@ class LatentLayer(HostedLayer):
                 f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares its "
                 "selection with"
             )
-        return replay.slots, None
+        return replay.slots
 
     def _prefetch_next(self, i: int, replay: Replay) -> None:
         """Start the next layer's fetch of the first new token; those of further tokens must not overtake its attention."""

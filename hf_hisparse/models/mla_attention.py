@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.mla_decode import mla_decode
 
 from ..masks import selection_mask
@@ -70,7 +69,6 @@ def absorbed_attention(
     matrix: torch.Tensor,
     rope: int,
     scaling: float,
-    source: HostSource | None = None,
 ) -> torch.Tensor:
     """Attention over selected rows, the up-projections folded into query and output.
 
@@ -87,8 +85,6 @@ def absorbed_attention(
     rope : int
         Elements of the rotated part.
     scaling : float
-    source : HostSource, optional
-        Where rows are that are not in `rows` yet (see `mla_decode`).
 
     Returns
     -------
@@ -101,7 +97,7 @@ def absorbed_attention(
     nope, rotated = query.split([width - rope, rope], dim=2)
     folded = torch.bmm(nope.transpose(0, 1), key).transpose(0, 1)  # [lanes, heads, latent]
     query = torch.cat([folded, rotated], dim=2)
-    output = mla_decode(query, rows, selection, slots, scaling, latent, source)
+    output = mla_decode(query, rows, selection, slots, scaling, latent)
     output = torch.bmm(output.transpose(0, 1), value.transpose(1, 2))  # [heads, lanes, value]
     return output.transpose(0, 1).unflatten(0, (batch, count))
 

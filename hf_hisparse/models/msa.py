@@ -190,7 +190,7 @@ class BlockLayer(HostedLayer):
     def _resident(self, records: torch.Tensor, lanes: int) -> tuple[torch.Tensor, HostSource | None]:
         """The places of `_heads_apart` that each KV head reads, int32 ``[batch * heads, k]``, and where the missing ones are."""
         if self.layout.heads == 1:
-            return self.resolve(records)
+            return self.read_or_resolve(records)
         slots = self.read(records)  # several KV heads share a record, which one of them must have brought
         head = torch.arange(self.layout.heads, dtype=torch.int32, device=slots.device)[:, None]
         slots = slots.unflatten(1, (self.layout.heads, -1)) * self.layout.heads + head

@@ -11,7 +11,7 @@ from hisparse_kernels import mla_decode as module
 from hisparse_kernels import reference
 from hisparse_kernels.mla_decode import mla_decode
 
-from .layers import GPU, WRONG_SOURCES, assert_same_bits, left_on_the_host
+from .layers import GPU, assert_same_bits
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SCALING = 0.2
@@ -191,31 +191,6 @@ def test_the_slots_do_not_change_a_bit(device, sizes):
     first = mla_decode(**case.inputs(slots=records, seed=1, device=device))
     second = mla_decode(**case.inputs(slots=3 * records + 1, seed=2, device=device))
     assert_same_bits("output", first, second)
-
-
-@pytest.mark.parametrize("sizes", [size for size in SMALL + BIG if "buffers" not in size.values[0]])
-def test_what_is_missing_is_read_from_the_host_and_stored(device, sizes):
-    case = make(**sizes)
-    lanes, records, _ = case.history.shape
-    rows = 2 if lanes % 2 == 0 else 1  # lanes of a batch row: usually one
-    inputs = case.inputs(slots=2 * records, device=device)
-    got, complete = dict(inputs), inputs["buffer"].clone()
-    source = left_on_the_host(got, case.history, rows)
-    nothing_missing = left_on_the_host(dict(inputs), case.history, rows, fraction=0.0)
-    assert got["buffer"].isnan().sum() > complete.isnan().sum() or sizes["k"] == 1
-    output = mla_decode(**got, source=source)
-    assert_same_bits("output", output, mla_decode(**inputs, source=nothing_missing))
-    assert_close(output, case.oracle(), sizes["dtype"])
-    assert_same_bits("buffer", got["buffer"].nan_to_num(7.0), complete.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("spoil, name", WRONG_SOURCES)
-def test_a_wrong_source_is_named(spoil, name):
-    case = make()
-    inputs = case.inputs(slots=16)
-    source = left_on_the_host(inputs, case.history, heads=2)
-    with pytest.raises(ValueError, match=name):
-        mla_decode(**inputs, source=spoil(source))
 
 
 @pytest.mark.parametrize("split", [(1, 4), (2, 2), (2, 3), (4, 1)], ids=str)
