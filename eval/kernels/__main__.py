@@ -279,8 +279,8 @@ def cases() -> Iterator[Callable[[], list[Row]]]:
         yield lambda n=lanes, m=misses: [attention_with_misses(n, 16, m, blocks, 16, 32)]
     for batch in (1, 8):
         yield lambda b=batch: block_attention(b, history=131072)
-    for lanes, pages in itertools.product((8, 64), (2048, 8192)):
-        yield lambda n=lanes, p=pages: [choice_of_pages(n, p, 128)]
+    for lanes, count in itertools.product((8, 64), (2048, 8192)):
+        yield lambda n=lanes, c=count: [choice_of_pages(n, c, 128)]
 
 
 def toy_cases() -> Iterator[Callable[[], list[Row]]]:
