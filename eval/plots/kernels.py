@@ -17,6 +17,8 @@ _MARKS = {
     "goal_us": ("D", "#D55E00", "goal"),
     "resolve_fetch_us": ("^", "#0072B2", "resolve and fetch alone"),
     "resolve_attend_us": ("v", "#009E73", "resolve and attention alone"),
+    "fetch_then_attend_us": ("<", "#CC79A7", "fetch first, attention then"),
+    "attend_and_read_us": (">", "#E69F00", "attention that reads the host"),
     "gather_sdpa_us": ("o", "#7f7f7f", "gather and SDPA"),
     "torch_us": ("s", "#7f7f7f", "torch's operations"),
 }
@@ -115,4 +117,8 @@ def _label(row: Row) -> str:
         parts.append(f"{short(misses)}/{int(row['k']):,} missing")
     if row["what"] == "resolve" and slots is not None:
         parts.append(f"{slots:,.0f} slots")
-    return ", ".join([*parts, f"{int(row['record_bytes']):,} B"])
+    if row["what"] == "quest_select" and slots is not None:
+        parts.append(f"{int(row['k']):,} of {slots:,.0f} pages")
+    if row.get("record_bytes"):
+        parts.append(f"{int(row['record_bytes']):,} B")
+    return ", ".join(parts)
