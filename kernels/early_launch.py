@@ -1,8 +1,9 @@
 """Launch a kernel while the one before it still runs: the wait for each other moves from the launch into the kernel.
 
 Between two kernels of a stream the GPU is idle for about a microsecond, which a step of many short kernels spends hundreds of
-times. With programmatic dependent launch (NVIDIA's compute capability 9.0 and later) the second kernel's programs take their
-places as soon as all programs of the first one run, and wait there, in `wait_for_previous`, until what it wrote is seen.
+times. With programmatic dependent launch (NVIDIA's compute capability 9.0 and later, and a Triton that knows it) the second
+kernel's programs take their places as soon as all programs of the first one run, and wait there, in `wait_for_previous`, until
+what it wrote is seen.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def early_launch(tensor: torch.Tensor) -> dict[str, Any]:
 
 @lru_cache
 def _arguments(device: int | None) -> dict[str, Any]:
-    able = device is not None and torch.version.hip is None
+    able = device is not None and torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
     if able and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
