@@ -4,7 +4,8 @@
     python -m eval.kernels --quick    # toy sizes, on a CPU too (the references instead of the kernels)
     python -m eval.plots eval/results/kernels.csv
 
-resolve + fetch: k records of a lane per call, a fresh selection each call, beside the copy engine moving the same bytes.
+resolve + fetch: k records of a lane per call, a fresh selection each call, beside a fetch that begins when resolve has ended, and
+the copy engine moving the same bytes.
 resolve: alone, in large buffers, over as many calls as fill the log of uses once, so that clearing it is counted.
 mla layer, gqa layer: from selection to output (us) as the cache does it, fetch first and attention then or, where that has a
 kernel for it and there are many lanes, attention that reads missing records from the host itself; both ways stand beside, with
@@ -35,6 +36,7 @@ from hf_hisparse.link import link_bandwidth
 from hf_hisparse.records import RecordLayout
 from hisparse_kernels import reference
 from hisparse_kernels.block_scores import block_scores
+from hisparse_kernels.fetch import fetch
 from hisparse_kernels.gqa_decode import gqa_decode
 from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.mla_decode import mla_decode
@@ -60,9 +62,15 @@ def memory_floor(nbytes: float) -> float:
 
 
 def resolve_and_fetch(lanes: int, misses: int, layout: RecordLayout, k: int, slots: int) -> Row:
-    """Time resolve and fetch beside the copy engine moving the same bytes."""
+    """Time resolve and fetch beside a fetch that waits for resolve, and the copy engine moving the same bytes."""
     work = Workload(lanes, misses, layout, k, slots)
+
+    def fetch_after(selection: torch.Tensor) -> None:
+        work.buffer.resolve(selection, work.position)
+        fetch(work.pool.records, work.pool.host_rows, work.buffer.plan, work.buffer.data)
+
     time, spread = work.time(work.read)
+    after = work.time(fetch_after).us
     missed = work.misses_per_call()
     moved = int(missed) * layout.nbytes
     return {
@@ -75,6 +83,7 @@ def resolve_and_fetch(lanes: int, misses: int, layout: RecordLayout, k: int, slo
         "us": round(time, 2),
         "us_spread": round(spread, 2),
         "GB_per_s": round(moved / time / 1000, 1),
+        "fetch_after_us": round(after, 2),
         "copy_engine_us": round(work.copy_engine(moved), 2),
         "link_floor_us": link_floor(moved),
         "goal_us": GOALS.get((lanes, misses)) if layout.tokens == 1 else None,

@@ -14,6 +14,7 @@ _MARKS = {
     "link_floor_us": ("|", "black", "link floor"),
     "memory_floor_us": ("|", "#7f7f7f", "memory floor"),
     "copy_engine_us": ("x", "#0072B2", "copy engine, same bytes"),
+    "fetch_after_us": ("2", "#CC79A7", "a fetch after resolve"),
     "goal_us": ("D", "#D55E00", "goal"),
     "resolve_fetch_us": ("^", "#0072B2", "resolve and fetch alone"),
     "resolve_attend_us": ("v", "#009E73", "resolve and attention alone"),
