@@ -11,9 +11,8 @@ from .dispatch import block_of, ceil_div, check_source, on_device_of, use_triton
 from .early_launch import early_launch
 from .miss_plan import HostSource
 
-_PROGRAMS = (
-    396  # over all lanes: what an H100 or H200 has places for beside the resolves, three per multiprocessor
-)
+# Over all lanes: what an H100 or H200 has places for beside the resolves, three for each multiprocessor.
+_PROGRAMS = 396
 _PROGRAMS_PER_LANE = 128
 _WARPS = 4
 # Of a selection that a program looks at at a time. One for each thread: of fewer every warp would read its own copy of the page

@@ -122,6 +122,7 @@ def _resolve_kernel(
 
             new_slot = tl.load(plan_slots + rank, mask=fetched, other=0)
             evicted = tl.load(slot_records + new_slot, mask=fetched, other=-1)
+            tl.debug_barrier()  # of a short selection every warp has a copy: none writes before all have read
             tl.store(page_table + evicted, -1, mask=evicted >= 0)
             tl.store(page_table + record, new_slot, mask=fetched)
             tl.store(slot_records + new_slot, record, mask=fetched)
