@@ -8,7 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, ceil_div, check_source, on_device_of, use_triton
-from .early_launch import early_launch
+from .early_launch import early_launch, wait_for_previous
 from .miss_plan import HostSource
 
 _PROGRAMS = (
@@ -112,8 +112,7 @@ def _fetch_ahead_kernel(
         inside = (_of(valid.to(tl.int32), entries) > 0) & (word < RECORD_WORDS)
         data = tl.load(pool + _of(row, entries) * RECORD_WORDS, mask=inside, cache_modifier=".cg")
         begun = tl.sum(entries.to(tl.int32), axis=1) > 0
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous(EARLY)
 
     if tl.load(missing_count + lane) > 0:
         slot = tl.load(slots + entry, mask=entry < k, other=-1).to(tl.int64)

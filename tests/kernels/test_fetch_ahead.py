@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hisparse_kernels import early_launch, reference
 from hisparse_kernels import fetch_ahead as fetch_ahead_module
-from hisparse_kernels import reference
 from hisparse_kernels.fetch_ahead import fetch_ahead
 from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.resolve import resolve
@@ -61,6 +61,43 @@ def test_however_the_work_is_cut(device, monkeypatch, k, programs, words):
         run(resolve, fetch_ahead, got, selection.to(device))
         run(reference.resolve, reference.fetch_ahead, want, selection)
         got.assert_same(want, f"step {step}: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU resolve does run meanwhile")
+@pytest.mark.parametrize("programs, words", [(1, 16), (9, 64), (512, 16)])
+def test_whatever_of_the_page_table_is_there_already(device, monkeypatch, programs, words):
+    """Beside a resolve: each program finds each missing record absent, claimed by an entry, or in its slot, and waits once."""
+    monkeypatch.setattr(fetch_ahead_module, "_PROGRAMS", programs)
+    monkeypatch.setattr(fetch_ahead_module, "_WORDS", words)
+    monkeypatch.setattr(fetch_ahead_module, "_ENTRIES", 8)  # of 21: one program has several rounds
+    monkeypatch.setattr(fetch_ahead_module, "early_launch", lambda tensor: {"EARLY": True})
+    generator = torch.Generator().manual_seed(0)
+    k, capacity, steps = 21, 100, 3
+    want = layer_of(1, 2, k, k + 2, capacity, 48, torch.float16)
+    got, waits = want.to(device), []
+
+    def resolving() -> None:
+        lane, entry = want.plan_missing.nonzero(as_tuple=True)
+        record = selection[lane, entry].long()
+        seen = torch.stack([torch.full_like(record, -1), entry - (1 << 30), want.slots[lane, entry]])
+        got.page_table[lane, record] = seen.gather(0, torch.randint(3, (1, len(record))))[0].int()
+
+    def wait() -> None:
+        waits.append(1)
+        for name in ("slots", "plan_count", "plan_missing"):
+            getattr(got, name).copy_(getattr(want, name))
+        resolving()  # for the next program
+
+    monkeypatch.setattr(early_launch, "gdc_wait", wait)
+    monkeypatch.setattr(early_launch, "gdc_launch_dependents", lambda: None)
+    for step in range(steps):
+        selection = random_selection(2, k, capacity, generator, torch.int64)
+        run(reference.resolve, reference.fetch_ahead, want, selection)
+        got.poison()
+        resolving()
+        fetch_ahead(selection, got.slots, source_of(got), got.buffer)
+        assert_same_bits(f"step {step}: buffer", got.buffer, want.buffer)
+    assert len(waits) >= 2 * steps
 
 
 @GPU
