@@ -16,15 +16,15 @@ import triton.language as tl
 
 # None before Triton 3.4 and in one built without CUDA: to name what is not there fails even where it is not compiled.
 _cuda = getattr(tl.extra, "cuda", None)
-gdc_wait = getattr(_cuda, "gdc_wait", None)
-gdc_launch_dependents = getattr(_cuda, "gdc_launch_dependents", None)
+gdc_wait: Any = getattr(_cuda, "gdc_wait", None)
+gdc_launch_dependents: Any = getattr(_cuda, "gdc_launch_dependents", None)
 
 _FIRST_CAPABILITY = 9, 0
 
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """Stands in every kernel that is launched with `early_launch`, before the first access to what the kernel before it changes."""
+    """Stands in every kernel launched with `early_launch`, before its first access to what the kernel before it may change."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
