@@ -246,6 +246,31 @@ def test_a_capture_that_is_broken_off(error, imagined_graphs):
     cache.check_whole()
 
 
+GIVEN_UP = {
+    "reset": lambda cache: cache.reset(),
+    "close": lambda cache: cache.close(),
+}
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("give_up", GIVEN_UP)
+@torch.no_grad()
+def test_what_is_still_being_fetched_has_arrived_when_its_memory_goes(monkeypatch, give_up, torn):
+    """The next layer's fetch runs on a stream of its own; the layer that was interrupted before it never waited for it."""
+    case = Case("shared_selection", 1)
+    cache = copy.deepcopy(case.filled)
+    follower = cache.layers[1]
+    stream, event = mock.Mock(), object()
+    follower.prefetched, cache.change.unfinished = event, torn
+    stream.wait_event.side_effect = lambda event: follower.buffer.data  # still there
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    GIVEN_UP[give_up](cache)
+    stream.wait_event.assert_called_once_with(event)
+    assert follower.prefetched is None
+    if give_up == "reset":
+        case.check(cache, 0, 2)
+
+
 @torch.no_grad()
 def test_a_last_layer_that_stays_on_the_gpu(monkeypatch):
     """All others have finished by then, and its length is theirs: that does not make its rows those of the tokens."""
