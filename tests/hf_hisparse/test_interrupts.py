@@ -183,19 +183,6 @@ def test_a_change_that_is_broken_off(name, change):
         case.check(cache, 1 if length else 0, 4)
 
 
-@pytest.fixture
-def imagined_graphs(monkeypatch):
-    """CUDA graphs without a GPU: a capture runs the step, and the first replay gives what that gave."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
-    monkeypatch.setattr(graphs, "_obstacle", lambda model, cache: None)
-    monkeypatch.setattr(
-        graphs,
-        "_is_decode",
-        lambda cache, kwargs: kwargs["input_ids"].shape[1] == 1 and cache.get_seq_length() > 0,
-    )
-
-
 def _after_an_eager_step(case: Case) -> HiSparseCache:
     cache = copy.deepcopy(case.filled)
     case.check(cache, 1)
