@@ -151,10 +151,7 @@ def fetch_ahead(
         raise ValueError(
             f"a record must be a multiple of 16 bytes, got {width} x {buffer.dtype} = {record_bytes} bytes"
         )
-    if slots.shape != selection.shape or slots.dtype is not torch.int32 or not slots.is_contiguous():
-        raise ValueError(
-            f"slots must be a contiguous int32 {list(selection.shape)}, got {slots.dtype} {list(slots.shape)}"
-        )
+    _check(selection, slots, source.plan.count)
     if not use_triton(buffer):
         reference.fetch_ahead(selection, slots, source, buffer)
         return
@@ -187,4 +184,21 @@ def fetch_ahead(
             _WORDS // word_block,
             **early_launch(buffer),
             num_warps=_WARPS,
+        )
+
+
+def _check(selection: torch.Tensor, slots: torch.Tensor, count: torch.Tensor) -> None:
+    lanes, k = selection.shape
+    if selection.dtype not in (torch.int32, torch.int64) or (k > 1 and selection.stride(1) != 1):
+        raise ValueError(
+            "selection must be int32 or int64 and contiguous in its last dimension, "
+            f"got {selection.dtype} with strides {selection.stride()}"
+        )
+    if slots.shape != selection.shape or slots.dtype is not torch.int32 or not slots.is_contiguous():
+        raise ValueError(
+            f"slots must be a contiguous int32 {[lanes, k]}, got {slots.dtype} {list(slots.shape)}"
+        )
+    if count.shape != (lanes,) or count.dtype is not torch.int32 or not count.is_contiguous():
+        raise ValueError(
+            f"the plan's count must be a contiguous int32 [{lanes}], got {count.dtype} {list(count.shape)}"
         )

@@ -142,6 +142,23 @@ def test_wrong_source(change, name):
         fetch_ahead(selection, layer.slots, change(source_of(layer)), layer.buffer)
 
 
+def test_wrong_selection_or_count():
+    layer = layer_of(2, 2, 4, 6, 20, 8, torch.float16)
+    selection = torch.zeros(4, 8, dtype=torch.int32)
+    source = source_of(layer)
+    for wrong in (selection[:, ::2], selection[:, :4].short(), selection[:, :4].bool()):
+        with pytest.raises(ValueError, match="selection must be int32 or int64 and contiguous"):
+            fetch_ahead(wrong, layer.slots, source, layer.buffer)
+    for count in (source.plan.count.long(), source.plan.count[:3], source.plan.count.repeat(2)[::2]):
+        with pytest.raises(ValueError, match=r"count must be a contiguous int32 \[4\]"):
+            fetch_ahead(
+                selection[:, :4],
+                layer.slots,
+                source._replace(plan=source.plan._replace(count=count)),
+                layer.buffer,
+            )
+
+
 def test_wrong_slots_or_records():
     layer = layer_of(2, 2, 4, 6, 20, 8, torch.float16)
     selection = torch.zeros(4, 4, dtype=torch.int32)
