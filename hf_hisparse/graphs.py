@@ -187,8 +187,8 @@ class DecodeGraphs:
             return self.step(model, forward, kwargs)
         for layer in cache.hosted_layers:
             layer.pool.wait()  # a captured step may not wait for an event from outside
-        if mask is not None:
-            cache.padding.reserve(len(mask), cache.capacity, mask.device)
+        if mask is not None or cache.padding.allowed is not None:
+            cache.padding.reserve(len(tokens), cache.capacity, tokens.device)
         positions = kwargs.get("position_ids")
         inputs = {
             "input_ids": tokens,

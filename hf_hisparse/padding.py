@@ -95,6 +95,8 @@ class Padding:
         self._noted = min(self._noted, length)
         if not length:
             self.reset()
+        elif self.allowed is not None:
+            self.allowed[:, length:] = True  # no mask has spoken of what comes there
 
     def rearrange(self, rows: torch.Tensor) -> None:
         """Let batch row `i` hold what row ``rows[i]`` held."""

@@ -204,7 +204,8 @@ def prefetch(follower: LatentLayer, replay: Replay) -> None:
         follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)
         follower.prefetched = stream.record_event()
     if not torch.cuda.is_current_stream_capturing():
-        for tensor in replay.plan:
+        # Their memory may be given back before the event was waited for: after an error.
+        for tensor in (*replay.plan, follower.buffer.data, follower.pool.host_rows):
             tensor.record_stream(stream)
 
 

@@ -1,9 +1,8 @@
 """Launch a kernel while the one before it still runs: the wait for each other moves from the launch into the kernel.
 
 Between two kernels of a stream the GPU is idle for about a microsecond, which a step of many short kernels spends hundreds of
-times. With programmatic dependent launch (NVIDIA's compute capability 9.0 and later, and a Triton that knows it) the second
-kernel's programs take their places as soon as all programs of the first one run, and wait there, in `wait_for_previous`, until
-what it wrote is seen.
+times. With programmatic dependent launch (NVIDIA's compute capability 9.0 and later) the second kernel's programs take their
+places as soon as all programs of the first one run, and wait there, in `wait_for_previous`, until what it wrote is seen.
 """
 
 from __future__ import annotations
@@ -15,15 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
+# None before Triton 3.4 and in one built without CUDA: to name what is not there fails even where it is not compiled.
+_cuda = getattr(tl.extra, "cuda", None)
+gdc_wait: Any = getattr(_cuda, "gdc_wait", None)
+gdc_launch_dependents: Any = getattr(_cuda, "gdc_launch_dependents", None)
+
 _FIRST_CAPABILITY = 9, 0
 
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """Stands before the first access to memory in every kernel that is launched with `early_launch`."""
+    """Stands in every kernel launched with `early_launch`, before its first access to what the kernel before it may change."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def early_launch(tensor: torch.Tensor) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def early_launch(tensor: torch.Tensor) -> dict[str, Any]:
 
 @lru_cache
 def _arguments(device: int | None) -> dict[str, Any]:
-    able = device is not None and torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
-    if able and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
+    able = gdc_wait is not None and torch.version.hip is None
+    if able and device is not None and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from . import reference
 from .dispatch import block_of, ceil_div, check_source, on_device_of, use_triton
-from .early_launch import early_launch
+from .early_launch import early_launch, wait_for_previous
 from .miss_plan import HostSource
 
 # Over all lanes: what an H100 or H200 has places for beside the resolves, three for each multiprocessor.
@@ -111,8 +111,7 @@ def _fetch_ahead_kernel(
         inside = (_of(valid.to(tl.int32), entries) > 0) & (word < RECORD_WORDS)
         data = tl.load(pool + _of(row, entries) * RECORD_WORDS, mask=inside, cache_modifier=".cg")
         begun = tl.sum(entries.to(tl.int32), axis=1) > 0
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous(EARLY)
 
     if tl.load(missing_count + lane) > 0:
         slot = tl.load(slots + entry, mask=entry < k, other=-1).to(tl.int64)
@@ -151,10 +150,7 @@ def fetch_ahead(
         raise ValueError(
             f"a record must be a multiple of 16 bytes, got {width} x {buffer.dtype} = {record_bytes} bytes"
         )
-    if slots.shape != selection.shape or slots.dtype is not torch.int32 or not slots.is_contiguous():
-        raise ValueError(
-            f"slots must be a contiguous int32 {list(selection.shape)}, got {slots.dtype} {list(slots.shape)}"
-        )
+    _check(selection, slots, source.plan.count)
     if not use_triton(buffer):
         reference.fetch_ahead(selection, slots, source, buffer)
         return
@@ -187,4 +183,21 @@ def fetch_ahead(
             _WORDS // word_block,
             **early_launch(buffer),
             num_warps=_WARPS,
+        )
+
+
+def _check(selection: torch.Tensor, slots: torch.Tensor, count: torch.Tensor) -> None:
+    lanes, k = selection.shape
+    if selection.dtype not in (torch.int32, torch.int64) or (k > 1 and selection.stride(1) != 1):
+        raise ValueError(
+            "selection must be int32 or int64 and contiguous in its last dimension, "
+            f"got {selection.dtype} with strides {selection.stride()}"
+        )
+    if slots.shape != selection.shape or slots.dtype is not torch.int32 or not slots.is_contiguous():
+        raise ValueError(
+            f"slots must be a contiguous int32 {[lanes, k]}, got {slots.dtype} {list(slots.shape)}"
+        )
+    if count.shape != (lanes,) or count.dtype is not torch.int32 or not count.is_contiguous():
+        raise ValueError(
+            f"the plan's count must be a contiguous int32 [{lanes}], got {count.dtype} {list(count.shape)}"
         )

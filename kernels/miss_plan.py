@@ -38,7 +38,7 @@ class MissPlan(NamedTuple):
 
 
 class HostSource(NamedTuple):
-    """Where attention reads the records that are not in their slots yet.
+    """Where the records are that are not in their slots yet.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class HostSource(NamedTuple):
     host_rows : int32 ``[batch, capacity]``
     page_table : int32 ``[lanes, capacity]``
     plan : MissPlan
-        Of the selection that is attended to.
+        Of the selection that is read.
     """
 
     pool: torch.Tensor

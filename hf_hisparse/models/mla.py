@@ -321,9 +321,17 @@ class LatentLayer(HostedLayer):
 
     def reset(self) -> None:
         """Forget everything (see `HostedLayer.reset`)."""
+        self._end_prefetch()
+        super().reset()
+
+    def release(self) -> None:
+        """See `HostedLayer.release`; after an interrupted call something may still be on its way there."""
+        self._end_prefetch()
+        super().release()
+
+    def _end_prefetch(self) -> None:
         self._await_prefetch()
         self.prefetched = None
-        super().reset()
 
     def restore(self, counts: tuple[int, ...]) -> None:
         """Back to `counts`; an event of the failed capture must not be waited for."""

@@ -1,11 +1,15 @@
-"""What tests of host memory share."""
+"""What stands in for a GPU: its driver, and its graphs."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
+
+from hf_hisparse import graphs
 
 
 class Driver:
@@ -46,3 +50,16 @@ def driver(monkeypatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     return driver
+
+
+@pytest.fixture
+def imagined_graphs(monkeypatch):
+    """CUDA graphs without a GPU: a capture runs the step, and the first replay gives what that gave."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(graphs, "_obstacle", lambda model, cache: None)
+    monkeypatch.setattr(
+        graphs,
+        "_is_decode",
+        lambda cache, kwargs: kwargs["input_ids"].shape[1] == 1 and cache.get_seq_length() > 0,
+    )

@@ -183,19 +183,6 @@ def test_a_change_that_is_broken_off(name, change):
         case.check(cache, 1 if length else 0, 4)
 
 
-@pytest.fixture
-def imagined_graphs(monkeypatch):
-    """CUDA graphs without a GPU: a capture runs the step, and the first replay gives what that gave."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
-    monkeypatch.setattr(graphs, "_obstacle", lambda model, cache: None)
-    monkeypatch.setattr(
-        graphs,
-        "_is_decode",
-        lambda cache, kwargs: kwargs["input_ids"].shape[1] == 1 and cache.get_seq_length() > 0,
-    )
-
-
 def _after_an_eager_step(case: Case) -> HiSparseCache:
     cache = copy.deepcopy(case.filled)
     case.check(cache, 1)
@@ -244,6 +231,31 @@ def test_a_capture_that_is_broken_off(error, imagined_graphs):
             case.model(input_ids=case.parts[2], past_key_values=cache)  # eagerly
             assert {layer.get_seq_length() for layer in cache.layers} == {HELD + 2}
     cache.check_whole()
+
+
+GIVEN_UP = {
+    "reset": lambda cache: cache.reset(),
+    "close": lambda cache: cache.close(),
+}
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("give_up", GIVEN_UP)
+@torch.no_grad()
+def test_what_is_still_being_fetched_has_arrived_when_its_memory_goes(monkeypatch, give_up, torn):
+    """The next layer's fetch runs on a stream of its own; the layer that was interrupted before it never waited for it."""
+    case = Case("shared_selection", 1)
+    cache = copy.deepcopy(case.filled)
+    follower = cache.layers[1]
+    stream, event = mock.Mock(), object()
+    follower.prefetched, cache.change.unfinished = event, torn
+    stream.wait_event.side_effect = lambda event: follower.buffer.data  # still there
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    GIVEN_UP[give_up](cache)
+    stream.wait_event.assert_called_once_with(event)
+    assert follower.prefetched is None
+    if give_up == "reset":
+        case.check(cache, 0, 2)
 
 
 @torch.no_grad()

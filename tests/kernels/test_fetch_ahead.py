@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hisparse_kernels import early_launch, reference
 from hisparse_kernels import fetch_ahead as fetch_ahead_module
-from hisparse_kernels import reference
 from hisparse_kernels.fetch_ahead import fetch_ahead
 from hisparse_kernels.miss_plan import HostSource
 from hisparse_kernels.resolve import resolve
@@ -63,6 +63,43 @@ def test_however_the_work_is_cut(device, monkeypatch, k, programs, words):
         got.assert_same(want, f"step {step}: ")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU resolve does run meanwhile")
+@pytest.mark.parametrize("programs, words", [(1, 16), (9, 64), (512, 16)])
+def test_whatever_of_the_page_table_is_there_already(device, monkeypatch, programs, words):
+    """Beside a resolve: each program finds each missing record absent, claimed by an entry, or in its slot, and waits once."""
+    monkeypatch.setattr(fetch_ahead_module, "_PROGRAMS", programs)
+    monkeypatch.setattr(fetch_ahead_module, "_WORDS", words)
+    monkeypatch.setattr(fetch_ahead_module, "_ENTRIES", 8)  # of 21: one program has several rounds
+    monkeypatch.setattr(fetch_ahead_module, "early_launch", lambda tensor: {"EARLY": True})
+    generator = torch.Generator().manual_seed(0)
+    k, capacity, steps = 21, 100, 3
+    want = layer_of(1, 2, k, k + 2, capacity, 48, torch.float16)
+    got, waits = want.to(device), []
+
+    def resolving() -> None:
+        lane, entry = want.plan_missing.nonzero(as_tuple=True)
+        record = selection[lane, entry].long()
+        seen = torch.stack([torch.full_like(record, -1), entry - (1 << 30), want.slots[lane, entry]])
+        got.page_table[lane, record] = seen.gather(0, torch.randint(3, (1, len(record))))[0].int()
+
+    def wait() -> None:
+        waits.append(1)
+        for name in ("slots", "plan_count", "plan_missing"):
+            getattr(got, name).copy_(getattr(want, name))
+        resolving()  # for the next program
+
+    monkeypatch.setattr(early_launch, "gdc_wait", wait)
+    monkeypatch.setattr(early_launch, "gdc_launch_dependents", lambda: None)
+    for step in range(steps):
+        selection = random_selection(2, k, capacity, generator, torch.int64)
+        run(reference.resolve, reference.fetch_ahead, want, selection)
+        got.poison()
+        resolving()
+        fetch_ahead(selection, got.slots, source_of(got), got.buffer)
+        assert_same_bits(f"step {step}: buffer", got.buffer, want.buffer)
+    assert len(waits) >= 2 * steps
+
+
 @GPU
 @pytest.mark.parametrize("lanes", [1, 5, 64])
 def test_nothing_is_read_before_it_is_written(device, lanes):
@@ -103,6 +140,23 @@ def test_wrong_source(change, name):
     selection = torch.zeros(4, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match=name):
         fetch_ahead(selection, layer.slots, change(source_of(layer)), layer.buffer)
+
+
+def test_wrong_selection_or_count():
+    layer = layer_of(2, 2, 4, 6, 20, 8, torch.float16)
+    selection = torch.zeros(4, 8, dtype=torch.int32)
+    source = source_of(layer)
+    for wrong in (selection[:, ::2], selection[:, :4].short(), selection[:, :4].bool()):
+        with pytest.raises(ValueError, match="selection must be int32 or int64 and contiguous"):
+            fetch_ahead(wrong, layer.slots, source, layer.buffer)
+    for count in (source.plan.count.long(), source.plan.count[:3], source.plan.count.repeat(2)[::2]):
+        with pytest.raises(ValueError, match=r"count must be a contiguous int32 \[4\]"):
+            fetch_ahead(
+                selection[:, :4],
+                layer.slots,
+                source._replace(plan=source.plan._replace(count=count)),
+                layer.buffer,
+            )
 
 
 def test_wrong_slots_or_records():

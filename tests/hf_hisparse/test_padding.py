@@ -1,0 +1,64 @@
+"""What is known of padding, while decode steps are replayed that have no mask."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache
+
+from hf_hisparse import HiSparseCache, Quest, sizes
+from tests.models import prompt
+from tests.oracle import quest_oracle
+
+
+class _Pair:
+    """A cache whose every decode step is captured and replayed, and the oracle, called alike."""
+
+    def __init__(self, twins) -> None:
+        self.twins = twins("qwen3", "cpu")
+        self.cache = HiSparseCache(self.twins.enabled, Quest(32, 4))
+        self.own = DynamicCache(config=self.twins.native.config)
+
+    @torch.no_grad()
+    def call(self, tokens: int, mask: torch.Tensor | None = None) -> None:
+        length = self.cache.get_seq_length()
+        ids = prompt(2, tokens, seed=length)
+        given = {"attention_mask": mask, "position_ids": torch.arange(length, length + tokens).expand(2, -1)}
+        with quest_oracle(self.twins.native, 32, 4):
+            expected = self.twins.native(ids, past_key_values=self.own, **given).logits
+        self.cache.graphs._steps.clear()
+        logits = self.twins.enabled(input_ids=ids, past_key_values=self.cache, **given).logits
+        rows = slice(None) if mask is None else mask[:, -tokens:].bool().all(0)
+        torch.testing.assert_close(logits[:, rows], expected[:, rows], atol=2e-4, rtol=0)
+
+    def crop(self, tokens: int) -> None:
+        for cache in (self.cache, self.own):
+            cache.crop(-tokens)
+
+
+def test_replayed_steps_go_beyond_what_was_known(twins, monkeypatch, imagined_graphs):
+    """The layers grow meanwhile; then a page is cut, and a call has a mask again."""
+    monkeypatch.setattr(sizes, "_GROWTH_TOKENS", 1)
+    pair = _Pair(twins)
+    pair.call(100)
+    pair.call(3)  # several rows after others: the model makes a mask
+    known = pair.cache.padding.allowed.shape[1]
+    while pair.cache.get_seq_length() < known + 5:
+        pair.call(1)
+    assert pair.cache.graphs.replays > 5
+    pair.crop(2)
+    pair.call(3)
+    pair.call(1)
+
+
+def test_padding_that_was_cropped_hides_nothing_that_comes_in_its_place(twins, imagined_graphs):
+    pair = _Pair(twins)
+    mask = torch.ones((2, 100), dtype=torch.long)
+    mask[1, 90:] = 0
+    pair.call(100, mask)
+    pair.crop(12)
+    for _ in range(10):
+        pair.call(1)
+    assert pair.cache.graphs.replays == 9
+    pair.crop(1)  # the page is read again, by what is known of its tokens
+    pair.call(3)
+    pair.call(40)
