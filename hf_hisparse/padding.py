@@ -25,6 +25,7 @@ class Padding:
 
     def __init__(self) -> None:
         self._noted = 0
+        self._hidden: bool | None = None  # whether masks hid any key; None until somebody asks
         self.capturing = self.masked = False
         self._hold(None)
 
@@ -63,6 +64,7 @@ class Padding:
         if (valid is None and self.allowed is None) or self._noted >= stop:
             return
         if valid is not None:
+            self._hidden = None
             self.reserve(valid.shape[0], max(capacity, stop), valid.device)
         assert self.allowed is not None
         self.reserve(self.allowed.shape[0], max(capacity, stop), self.allowed.device)
@@ -71,15 +73,21 @@ class Padding:
 
     def take(self, mask: torch.Tensor, capacity: int) -> None:
         """Take over a mask of all keys, ``[batch, keys]``, in place."""
+        self._hidden = None
         allowed = self.reserve(mask.shape[0], max(capacity, mask.shape[1]), mask.device)
         allowed[:, : mask.shape[1]] = mask
         self._noted = mask.shape[1]
 
     def hides(self, length: int, total: int) -> bool:
-        """Whether masks hid any of the first `length` keys; looked at once for a call that brings the keys up to `total`."""
+        """Whether masks hid any of the `length` keys held; False for a call whose keys, up to `total`, are noted already.
+
+        The GPU is waited for once after a mask: what comes without one hides nothing.
+        """
         if self.allowed is None or self._noted >= total:
             return False
-        return not bool(self.allowed[:, :length].all())
+        if self._hidden is None:
+            self._hidden = not bool(self.allowed[:, :length].all())
+        return self._hidden
 
     def contradicts(self, shown: torch.Tensor) -> bool:
         """Whether a mask shows, bool ``[batch or 1, length]``, keys held that were hidden when they came."""
@@ -93,6 +101,7 @@ class Padding:
     def crop(self, length: int) -> None:
         """Only `length` keys are left."""
         self._noted = min(self._noted, length)
+        self._hidden = None
         if not length:
             self.reset()
         elif self.allowed is not None:
@@ -100,6 +109,7 @@ class Padding:
 
     def rearrange(self, rows: torch.Tensor) -> None:
         """Let batch row `i` hold what row ``rows[i]`` held."""
+        self._hidden = None
         if self.allowed is None:
             return
         allowed = self.allowed.index_select(0, rows.to(self.allowed.device))
@@ -122,6 +132,7 @@ class Padding:
     def load(self, tensors: dict[str, torch.Tensor], noted: int, capacity: int, device: torch.device) -> None:
         """Take what `saved` gave, with room for `capacity` keys."""
         self._noted = noted
+        self._hidden = None
         if tensors:
             known = tensors["allowed"]
             self.reserve(known.shape[0], capacity, device)[:, : known.shape[1]] = known.to(device)
@@ -129,4 +140,5 @@ class Padding:
     def reset(self) -> None:
         """Forget all masks."""
         self._noted = 0
+        self._hidden = None
         self._hold(None)

@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_hisparse import HiSparseCache, Quest, sizes
+from hf_hisparse.padding import Padding
 from tests.models import prompt
 from tests.oracle import quest_oracle
 
@@ -48,6 +49,33 @@ def test_replayed_steps_go_beyond_what_was_known(twins, monkeypatch, imagined_gr
     pair.crop(2)
     pair.call(3)
     pair.call(1)
+
+
+def test_the_gpu_is_asked_once_what_masks_hid(monkeypatch):
+    """And again when a mask has said something new, rows have moved, or keys were cut."""
+    asked = []
+    every = torch.Tensor.all
+    monkeypatch.setattr(torch.Tensor, "all", lambda tensor, *args: asked.append(1) or every(tensor, *args))
+    padding = Padding()
+    padding.note(0, 5, torch.ones(2, 5, dtype=torch.bool), 16)
+    for length in range(5, 9):
+        assert not padding.hides(length, length + 1)
+        padding.note(length, length + 1, None, 16)
+    assert len(asked) == 1
+    padding.note(9, 11, torch.tensor([[True, True], [False, True]]), 16)
+    for length in (11, 12):
+        assert padding.hides(length, length + 1)
+    assert len(asked) == 2
+    padding.rearrange(torch.tensor([0, 0]))
+    assert not padding.hides(11, 12)
+    padding.take(torch.tensor([[False] + [True] * 11] * 2), 16)
+    assert padding.hides(12, 13)
+    padding.crop(0)
+    assert not padding.hides(0, 1)
+    padding.load({"allowed": torch.tensor([[True, False]])}, 2, 16, torch.device("cpu"))
+    assert padding.hides(2, 3)
+    padding.crop(1)
+    assert not padding.hides(1, 2)
 
 
 def test_padding_that_was_cropped_hides_nothing_that_comes_in_its_place(twins, imagined_graphs):
