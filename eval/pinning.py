@@ -13,13 +13,13 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from eval.environment import write_csv
+from eval.output import parse
 from hf_hisparse.host_memory import PinnedArea, touch
 
 GIB = 2**30
@@ -73,9 +73,8 @@ def main() -> None:
     )
     parser.add_argument("--gib", type=float, nargs="+", default=[0.5, 2, 8])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/pinning.csv"))
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
-    args = parser.parse_args()
+    args = parse(parser, "pinning.csv")
     if args.quick:
         args.gib, args.repeats = [0.05], 2
     if torch.cuda.is_available():

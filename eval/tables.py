@@ -72,7 +72,7 @@ def kernels(rows: list[Row]) -> Lines:
             row["what"] + (f", {row['heads']} heads" if row.get("heads") else ""),
             row["lanes"] + (f" x {_digits(misses)}" if misses else ""),
             f"{int(row['k']):,}" + (f" of {int(row['slots']):,}" if row.get("slots") else ""),
-            f"{int(row['record_bytes']):,}",
+            f"{int(row['record_bytes']):,}" if row.get("record_bytes") else "",
             f"{_digits(row['us'])} ({_digits(row['us_spread'])})",
             _digits(row.get("GB_per_s")),
             *(_digits(row.get(name)) for name in ("link_floor_us", "copy_engine_us", "memory_floor_us")),

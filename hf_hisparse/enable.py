@@ -36,14 +36,15 @@ def enable(model: PreTrainedModel) -> None:
     if hasattr(model, "_orig_mod"):
         raise ValueError(COMPILED)
     current = text_config(model.config)._attn_implementation
-    if current in BASES:
-        return
-    if current not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{type(model).__name__} uses attn_implementation={current!r}; HiSparse works over {sorted(IMPLEMENTATIONS)}: "
-            'call model.set_attn_implementation("sdpa") first'
-        )
-    _switch(model, IMPLEMENTATIONS[current])
+    if (
+        current not in BASES
+    ):  # else this model is enabled, or another one with which it shares its configuration
+        if current not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"{type(model).__name__} uses attn_implementation={current!r}; HiSparse works over {sorted(IMPLEMENTATIONS)}: "
+                'call model.set_attn_implementation("sdpa") first'
+            )
+        _switch(model, IMPLEMENTATIONS[current])
     wrap_forward(model)
     if not is_enabled(model.config):
         raise ValueError(
@@ -57,7 +58,10 @@ def enable(model: PreTrainedModel) -> None:
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Give `model` back the attention it had before `enable`; calling it again changes nothing."""
+    """Give `model` back the attention it had before `enable`; calling it again changes nothing.
+
+    Of models that share one configuration object all lose it: a `HiSparseCache` then asks to `enable` them again.
+    """
     current = text_config(model.config)._attn_implementation
     disable_dsa(model)
     disable_msa(model)
@@ -65,7 +69,7 @@ def disable(model: PreTrainedModel) -> None:
         forget_calls(decoder)
     if current in BASES:
         _switch(model, BASES[current])
-        unwrap_forward(model)
+    unwrap_forward(model)
 
 
 def decoders_of(model: PreTrainedModel) -> list[PreTrainedModel]:

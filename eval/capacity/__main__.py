@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from transformers import PreTrainedModel
 from eval.capacity.card import Card
 from eval.decoding import CONTENDERS, Contenders, Run, decode
 from eval.environment import conditions, limit_to, merge_rows, write_csv
+from eval.output import parse
 from eval.selections import Synthetic
 from eval.shapes import SHAPES, build
 from hf_hisparse import Quest, plan
@@ -147,9 +147,8 @@ def parse_args() -> argparse.Namespace:
     add("--seconds", type=float, default=12, help="after which a run ends early")
     add("--token-budget", type=int, default=2048)
     add("--device-buffer-tokens", type=int, default=4096, help="at least")
-    add("--output", type=Path, default=Path("eval/results/capacity.csv"))
     add("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "capacity.csv")
     if args.quick:
         args.models, args.memory, args.host_memory, args.most = ["toy"], ["2GiB"], "1GiB", 2
         args.contexts, args.easy_contexts, args.new_tokens = [512], [512], 8

@@ -15,7 +15,6 @@ import argparse
 import statistics
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.environment import free_memory, write_csv
+from eval.output import parse
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest
 from hf_hisparse.host_memory import PinnedArea
@@ -90,9 +90,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of the prompt")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/growth.csv"))
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "growth.csv")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quest = Quest()
     if args.quick:

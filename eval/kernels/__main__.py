@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from tqdm import tqdm
 from eval.environment import conditions, memory_bandwidth, write_csv
 from eval.kernels.timing import DEVICE, microseconds
 from eval.kernels.workload import Workload
+from eval.output import parse
 from hf_hisparse.hosted_layer import FEW_LANES
 from hf_hisparse.link import link_bandwidth
 from hf_hisparse.records import RecordLayout
@@ -310,9 +310,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path("eval/results/kernels.csv"))
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "kernels.csv")
     if DEVICE == "cpu" and not args.quick:
         raise SystemExit(
             "eval.kernels measures GPU kernels: there is no CUDA device here (--quick goes without)"

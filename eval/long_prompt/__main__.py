@@ -15,7 +15,6 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ import torch
 from transformers import Cache, DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache, PreTrainedModel
 
 from eval.environment import write_csv
+from eval.output import parse
 from eval.shapes import TOY_DSA
 from hf_hisparse import HiSparseCache, disable
 from hf_hisparse.models.mla import LatentLayer
@@ -104,9 +104,8 @@ def main() -> None:
     parser.add_argument("--compare", type=int, default=6144)
     parser.add_argument("--steps", type=int, default=8, help="tokens fed one by one after the prompt")
     parser.add_argument("--prefill-memory", default="2GiB")
-    parser.add_argument("--output", type=Path, default=Path("eval/results/long_prompt.csv"))
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "long_prompt.csv")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.quick:
         args.tokens, args.compare = 2000, 500

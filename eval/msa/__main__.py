@@ -18,7 +18,6 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +28,7 @@ from eval.decode_steps import gpu_step_time, step_times
 from eval.environment import conditions, free_memory, write_csv
 from eval.floors import beside, bytes_read
 from eval.history import fill
+from eval.output import parse
 from eval.shapes import TOY_MSA
 from eval.traces import Playback, synthetic_trace
 from hf_hisparse import HiSparseCache, disable
@@ -210,9 +210,8 @@ def main() -> None:
         "--overlaps", type=float, nargs="+", default=[0.0, 0.5], help="between KV heads, 0 to 1"
     )
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/msa.csv"))
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "msa.csv")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.quick:
         args.layers, args.histories, args.batches = 2, [600], [1, 2]

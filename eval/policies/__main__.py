@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from eval.environment import conditions, write_csv
+from eval.output import default_output
 from eval.policies.plot import draw
 from eval.policies.record import real_prompt, record, toy_prompt
 from eval.policies.replay import Misses, check_against_live, lru_curve, replay
@@ -44,12 +45,12 @@ def parse_args() -> argparse.Namespace:
     add(
         "--output",
         type=Path,
-        help="the CSV, with a picture beside it; default: eval/results/policies.csv, with --trace beside the trace",
+        help="the CSV, with a picture beside it; default: policies.csv where all results go, with --trace beside the trace",
     )
     add("--quick", action="store_true", help="a random model of toy size, to see that it works")
     args = parser.parse_args()
     if args.output is None:
-        ours = Path("eval/results/policies.csv")
+        ours = default_output("policies.csv", args.quick)
         args.output = ours if args.trace is None else args.trace.with_suffix(".csv")
     if min(args.multiples) < 1:
         parser.error(f"--multiples {min(args.multiples):g}: a buffer holds a selection at least, 1")

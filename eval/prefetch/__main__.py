@@ -19,7 +19,6 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +29,7 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 from eval.decode_steps import gpu_step_time
 from eval.environment import conditions, write_csv
 from eval.history import fill
+from eval.output import parse
 from eval.shapes import TOY_DSA
 from eval.traces import PAPER_CURVE, Playback, synthetic_trace
 from hf_hisparse import HiSparseCache
@@ -179,9 +179,8 @@ def main() -> None:
     parser.add_argument("--buffer", type=int, default=4096, help="device_buffer_tokens")
     parser.add_argument("--steps", type=int, default=8, help="per round and way")
     parser.add_argument("--rounds", type=int, default=6, help="in which the ways take turns")
-    parser.add_argument("--output", type=Path, default=Path("eval/results/prefetch.csv"))
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "prefetch.csv")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.quick:
         args.layers, args.histories, args.batch, args.buffer = 4, [400], 2, 64

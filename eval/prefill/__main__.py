@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.environment import write_csv
+from eval.output import parse
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest
 
@@ -74,9 +74,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--chunks", type=int, nargs="+", default=[131072, 8192])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/prefill.csv"))
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "prefill.csv")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quest = Quest()
     if args.quick:

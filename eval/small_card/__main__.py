@@ -22,7 +22,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 # Histories that grow leave holes in blocks of fixed size; read when torch first takes GPU memory.
@@ -34,6 +33,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.answers import Clock, generate_exactly
 from eval.environment import free_memory, limit_to, write_csv
+from eval.output import parse
 from eval.selections import Synthetic, play
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest, plan
@@ -146,9 +146,8 @@ def main() -> None:
     parser.add_argument("--device-buffer-tokens", type=int, help="default: as planned")
     parser.add_argument("--prefill-chunk", type=int, help="default: as planned")
     parser.add_argument("--no-trace", action="store_true", help="leave the synthetic trace out")
-    parser.add_argument("--output", type=Path, default=Path("eval/results/small_card.csv"))
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, "small_card.csv")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
         raise SystemExit("eval.small_card fills a GPU, and there is none here: --quick shows it at toy size")

@@ -24,6 +24,7 @@ import torch
 
 from eval.decoding import CONTENDERS, Contenders, Run, decode
 from eval.environment import conditions, write_csv
+from eval.output import parse
 from eval.selections import Recorded, Synthetic, Workload
 from eval.shapes import SHAPES, build
 from hf_hisparse import Quest
@@ -49,9 +50,8 @@ def parse_args() -> argparse.Namespace:
     add("--trace", type=Path, help="selections that record_trace wrote, instead of synthetic ones")
     add("--random", action="store_true", help="let Quest select among random keys")
     add("--seed", type=int, default=0, help="of the synthetic trace")
-    add("--output", type=Path, default=Path("eval/results/throughput.csv"))
     add("--quick", action="store_true", help="toy sizes, to see that it works")
-    args = parser.parse_args()
+    args = parse(parser, "throughput.csv")
     if args.trace is not None and args.random:
         parser.error("--trace and --random: give one")
     if args.quick:

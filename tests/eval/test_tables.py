@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from eval import tables
 from eval.environment import write_csv
+from eval.output import RESULTS, TOYS, parse
 
 
 def _table(rows, path, capsys):
@@ -135,3 +138,26 @@ def test_a_file_without_a_table(tmp_path):
         pytest.raises(SystemExit, match="no table"),
     ):
         tables.main()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(RESULTS.glob("*.csv")) if path.stem.startswith(tuple(tables.TABLES))],
+    ids=lambda path: path.stem,
+)
+def test_every_committed_file(path, capsys):
+    with mock.patch.object(sys, "argv", ["tables", str(path)]):
+        tables.main()
+    assert len(capsys.readouterr().out.strip().split("\n")) > 3
+
+
+@pytest.mark.parametrize("given, folder", [([], RESULTS), (["--quick"], TOYS)])
+def test_toy_rows_replace_no_others(monkeypatch, given, folder):
+    for arguments, output in (
+        (given, folder / "kernels.csv"),
+        ([*given, "--output", "here.csv"], Path("here.csv")),
+    ):
+        monkeypatch.setattr(sys, "argv", ["kernels", *arguments])
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--quick", action="store_true")
+        assert parse(parser, "kernels.csv").output == output

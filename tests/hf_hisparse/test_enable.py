@@ -132,6 +132,34 @@ def _answer(model, selector) -> torch.Tensor:
     )
 
 
+def test_models_of_one_configuration_object():
+    """Each is enabled for itself; disabled, one takes the attention of all, and those ask for it back."""
+    first = build("qwen3")
+    second = type(first)(first.config).eval()
+    second.load_state_dict(first.state_dict())
+    assert second.config is first.config
+    ids = prompt(1, 40)
+    generate = {"do_sample": False, "max_new_tokens": 4}
+    expected = first.generate(ids, **generate)
+    for model in (first, second):
+        enable(model)
+    for model in (first, second):
+        cache = HiSparseCache(model, Quest(8, 4))
+        every = HiSparseCache(model, Quest(64, 4))
+        model.generate(ids, past_key_values=cache, **generate)
+        assert torch.equal(model.generate(ids, past_key_values=every, **generate), expected)
+    disable(first)
+    with pytest.raises(RuntimeError, match="enable"):
+        second.generate(ids, past_key_values=HiSparseCache(second.config, Quest(8, 4)), **generate)
+    assert torch.equal(second.generate(ids, **generate), expected)
+    second.generate(ids, past_key_values=HiSparseCache(second, Quest(8, 4)), **generate)
+    disable(second)
+    disable(first)
+    for model in (first, second):
+        assert torch.equal(model.generate(ids, **generate), expected)
+        assert "forward" not in vars(model)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_enabled_model_goes_at_once(family):
     """It is in no reference cycle, so its memory is not left to the garbage collector."""
