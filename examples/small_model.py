@@ -41,7 +41,7 @@ def load_small_model(
     device, dtype
         Where the weights go, and as what. They are stored in bfloat16.
     cache_dir
-        Where the checkpoint is kept (270 MB); default ``$HF_HISPARSE_CACHE``, else ``~/.cache/hf_hisparse``.
+        Where the checkpoint is kept (260 MiB); default ``$HF_HISPARSE_CACHE``, else ``~/.cache/hf_hisparse``.
 
     Raises
     ------

@@ -34,9 +34,11 @@ def plot_capacity(rows: list[Row], target: Path) -> None:
             card = "no cap, one row" if memory == "all" else f"{memory} card"
             panel.set_title(f"{model}, {card}", fontsize=10)
         line[0].set_ylabel("tokens per second")
-    marks = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour, _ in CACHES.values()]
-    names = [name for _, name in CACHES.values()]
-    figure.legend(marks, names, loc="upper center", ncols=3, frameon=False, fontsize=8)
+    shown = [CACHES[name] for name in CACHES if any(row["cache"] == name for row in rows)]
+    marks = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour, _ in shown]
+    figure.legend(
+        marks, [name for _, name in shown], loc="upper center", ncols=len(shown), frameon=False, fontsize=8
+    )
     save(
         figure,
         target,
@@ -44,34 +46,36 @@ def plot_capacity(rows: list[Row], target: Path) -> None:
         "The largest batch that fits (under each bar; x: not one row), median step of generate. Histories put in directly, "
         "random weights, Quest with a trace that has the miss curve of the HiSparse paper. A cap holds for all memory of the "
         "process, the CUDA context counted.",
-        top=1 - 0.55 / figure.get_figheight(),
+        top=1 - 0.35 / figure.get_figheight(),
     )
 
 
 def _panel(panel: Axes, rows: list[Row]) -> None:
-    contexts = sorted({int(row["context"]) for row in rows})
-    ticks, labels = [], []
-    for group, context in enumerate(contexts):
-        for place, name in enumerate(CACHES):
-            at = group * (len(CACHES) + 1) + place
-            row = next((row for row in rows if (row["cache"], row["context"]) == (name, str(context))), None)
-            if row is None:
-                continue
+    """A group of bars per context, side by side whatever caches it has; under each bar its batch, under the group its context."""
+    ticks: list[int] = []
+    batches: list[str] = []
+    start = 0
+    for context in sorted({int(row["context"]) for row in rows}):
+        of = {row["cache"]: row for row in rows if row["context"] == str(context)}
+        group = [of[name] for name in CACHES if name in of]
+        for at, row in enumerate(group, start):
             speed = number(row, "tokens_per_s")
+            if speed is not None:
+                panel.bar(at, speed, color=CACHES[row["cache"]][0])
+            write_above(panel, at, speed or 0, "x" if speed is None else short(speed))
             ticks.append(at)
-            labels.append(row["batch"] if speed is not None else "")
-            if speed is None:
-                write_above(panel, at, 0, "x")
-                continue
-            panel.bar(at, speed, color=CACHES[name][0])
-            write_above(panel, at, speed, short(speed))
-        middle = group * (len(CACHES) + 1) + (len(CACHES) - 1) / 2
+            batches.append("" if speed is None else row["batch"])
+        middle = start + (len(group) - 1) / 2
         panel.annotate(
             f"{context // 1024}K tokens" if context >= 1024 else f"{context} tokens",
             (middle, 0), xycoords=("data", "axes fraction"), xytext=(0, -24), textcoords="offset points", ha="center", fontsize=8,
         )  # fmt: skip
-    panel.set_xticks(ticks, labels, fontsize=7)
-    panel.set_xlabel("batch", fontsize=7, loc="left", labelpad=-8)
+        start += len(group) + 1
+    panel.set_xticks(ticks, batches, fontsize=7)
+    panel.set_xlim(-0.8, start - 1.2)
+    panel.annotate(
+        "batch", (0, 0), xycoords="axes fraction", xytext=(-4, -12), textcoords="offset points", ha="right", fontsize=7
+    )  # fmt: skip
     panel.margins(y=0.12)
     panel.set_ylim(bottom=0)
     tidy(panel)
