@@ -95,9 +95,8 @@ def refuse_compiled(cache: Any) -> None:
         _say_compiled()
 
 
-@torch.compiler.disable(
-    reason=COMPILED
-)  # an error raised while it traces only makes the compiler go on without
+# Not compiled: an error raised while the compiler traces only makes it go on without.
+@torch.compiler.disable(reason=COMPILED)
 def _say_compiled() -> None:
     raise RuntimeError(COMPILED)
 

@@ -36,9 +36,8 @@ def enable(model: PreTrainedModel) -> None:
     if hasattr(model, "_orig_mod"):
         raise ValueError(COMPILED)
     current = text_config(model.config)._attn_implementation
-    if (
-        current not in BASES
-    ):  # else this model is enabled, or another one with which it shares its configuration
+    # If it is among them already, this model is enabled, or another one with which it shares its configuration.
+    if current not in BASES:
         if current not in IMPLEMENTATIONS:
             raise ValueError(
                 f"{type(model).__name__} uses attn_implementation={current!r}; HiSparse works over {sorted(IMPLEMENTATIONS)}: "

@@ -8,6 +8,8 @@ import torch
 
 from .miss_plan import HostSource
 
+QUAD_BYTES = 16  # what a thread reads of a record at once
+
 # Set by tests on a machine without a GPU, together with TRITON_INTERPRET=1: run the kernels on CPU tensors.
 interpret = False
 
@@ -55,6 +57,28 @@ def check_state(lanes: int, page_table: torch.Tensor, slot_records: torch.Tensor
         )
     if page_table.stride(1) != 1 or not slot_records.is_contiguous():
         raise ValueError("slot_records must be contiguous, page_table in its last dimension")
+
+
+def check_selection(selection: torch.Tensor) -> None:
+    """Check that a selection ``[lanes, k]`` is int32 or int64, and contiguous in its last dimension (ValueError)."""
+    if selection.dtype not in (torch.int32, torch.int64) or (
+        selection.shape[1] > 1 and selection.stride(1) != 1
+    ):
+        raise ValueError(
+            "selection must be int32 or int64 and contiguous in its last dimension, "
+            f"got {selection.dtype} with strides {selection.stride()}"
+        )
+
+
+def bytes_of_record(buffer: torch.Tensor) -> int:
+    """The bytes of one record of a buffer ``[lanes, B, E]``; ValueError if threads cannot read it in quads."""
+    record_bytes = buffer.shape[2] * buffer.element_size()
+    if record_bytes % QUAD_BYTES:
+        raise ValueError(
+            f"a record must be a multiple of {QUAD_BYTES} bytes, got {buffer.shape[2]} x {buffer.dtype} = "
+            f"{record_bytes} bytes"
+        )
+    return record_bytes
 
 
 def check_position(position: torch.Tensor) -> None:

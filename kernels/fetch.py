@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import ceil_div, check_host_rows, on_device_of, use_triton
+from .dispatch import QUAD_BYTES, bytes_of_record, ceil_div, check_host_rows, on_device_of, use_triton
 from .early_launch import early_launch, wait_for_previous
 from .miss_plan import MissPlan
 
-_QUAD_BYTES = 16
 _QUADS_PER_WARP = 128  # per round: 4 reads of 16 bytes in flight per thread
 _PROGRAMS = 512  # over all lanes: one program alone reads host memory at a tenth of the link's speed
 _PROGRAMS_PER_LANE = 128
@@ -82,14 +81,14 @@ def fetch(
         If a record is not a multiple of 16 bytes, or a shape, dtype or memory layout is not as the reference
         names it.
     """
+    record_quads = bytes_of_record(buffer) // QUAD_BYTES
     _check(pool, plan, buffer)
-    lanes, slot_count, record_width = buffer.shape
+    lanes, slot_count, _ = buffer.shape
     heads = check_host_rows(host_rows, lanes)
     if not use_triton(buffer):
         reference.fetch(pool, host_rows, plan, buffer)
         return
     k = plan.records.shape[1]
-    record_quads = record_width * buffer.element_size() // _QUAD_BYTES
     if programs is None:
         warps, rows = 4, lanes
         parts = min(_PROGRAMS_PER_LANE, max(1, _PROGRAMS // lanes))
@@ -120,12 +119,6 @@ def fetch(
 
 def _check(pool: torch.Tensor, plan: MissPlan, buffer: torch.Tensor) -> None:
     lanes, _, record_width = buffer.shape
-    record_bytes = record_width * buffer.element_size()
-    if record_bytes % _QUAD_BYTES:
-        raise ValueError(
-            f"a record must be a multiple of {_QUAD_BYTES} bytes, got {record_width} x {buffer.dtype} = "
-            f"{record_bytes} bytes"
-        )
     if pool.dtype is not buffer.dtype:
         raise ValueError(f"pool and buffer must have one dtype, got {pool.dtype} and {buffer.dtype}")
     if pool.shape[1] < lanes or pool.shape[2] != record_width:

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, ceil_div, check_source, on_device_of, use_triton
+from .dispatch import (
+    block_of,
+    bytes_of_record,
+    ceil_div,
+    check_selection,
+    check_source,
+    on_device_of,
+    use_triton,
+)
 from .early_launch import early_launch, wait_for_previous
 from .miss_plan import HostSource
 
@@ -144,18 +152,13 @@ def fetch_ahead(
         If a record is not a multiple of 16 bytes, or a shape, dtype or memory layout is not as the reference names it.
     """
     heads = check_source(source, selection, buffer)
-    lanes, slot_count, width = buffer.shape
-    record_bytes = width * buffer.element_size()
-    if record_bytes % 16:
-        raise ValueError(
-            f"a record must be a multiple of 16 bytes, got {width} x {buffer.dtype} = {record_bytes} bytes"
-        )
+    lanes, slot_count, _ = buffer.shape
+    words = bytes_of_record(buffer) // _WORD_BYTES
     _check(selection, slots, source.plan.count)
     if not use_triton(buffer):
         reference.fetch_ahead(selection, slots, source, buffer)
         return
     k = selection.shape[1]
-    words = record_bytes // _WORD_BYTES
     word_block = min(block_of(words), _WORDS)
     pieces = ceil_div(words, word_block)
     parts = min(k, _PROGRAMS_PER_LANE, max(1, _PROGRAMS // (lanes * pieces)))
@@ -188,11 +191,7 @@ def fetch_ahead(
 
 def _check(selection: torch.Tensor, slots: torch.Tensor, count: torch.Tensor) -> None:
     lanes, k = selection.shape
-    if selection.dtype not in (torch.int32, torch.int64) or (k > 1 and selection.stride(1) != 1):
-        raise ValueError(
-            "selection must be int32 or int64 and contiguous in its last dimension, "
-            f"got {selection.dtype} with strides {selection.stride()}"
-        )
+    check_selection(selection)
     if slots.shape != selection.shape or slots.dtype is not torch.int32 or not slots.is_contiguous():
         raise ValueError(
             f"slots must be a contiguous int32 {[lanes, k]}, got {slots.dtype} {list(slots.shape)}"

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, check_position, check_state, on_device_of, use_triton
+from .dispatch import block_of, check_position, check_selection, check_state, on_device_of, use_triton
 from .early_launch import early_launch, wait_for_previous
 from .miss_plan import MissPlan
 from .recency import Recency, check_recency, make_room
@@ -212,11 +212,7 @@ def _check(
             f"a selection of {k} records per lane does not fit a hot buffer of {slot_count} slots: "
             "k must be from 1 to B"
         )
-    if selection.dtype not in (torch.int32, torch.int64) or (k > 1 and selection.stride(1) != 1):
-        raise ValueError(
-            "selection must be int32 or int64 and contiguous in its last dimension, "
-            f"got {selection.dtype} with strides {selection.stride()}"
-        )
+    check_selection(selection)
     if counters.dtype is not torch.int64 or counters.shape != (lanes, 2) or not counters.is_contiguous():
         raise ValueError(
             f"counters must be a contiguous int64 [{lanes}, 2], got {counters.dtype} {list(counters.shape)}"
