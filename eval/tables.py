@@ -54,8 +54,11 @@ def capacity(rows: list[Row]) -> Lines:
             for row in (of.get(name) for name in caches)
         ]
         ours = of.get("hisparse", {})
-        dense = [name for name in ("dynamic", "static", "offloaded") if of.get(name, {}).get("tokens_per_s")]
-        ratio = _digits(ours.get("times_best_dense")) if dense else "no dense cache runs"
+        dense = [of[name] for name in ("dynamic", "static", "offloaded") if name in of]
+        if any(row.get("tokens_per_s") for row in dense):
+            ratio = _digits(ours.get("times_best_dense"))
+        else:
+            ratio = "no dense cache runs" if dense else "-"
         fastest = max(of, key=lambda name: float(of[name].get("tokens_per_s") or 0))
         yield (place[0], place[1], f"{int(place[2]):,}", *speeds, ratio, fastest)
 

@@ -41,7 +41,7 @@ UNSUPPORTED_ARGUMENTS: tuple[str, ...] = (
 )
 # Attention that reads the host itself computes while it waits for the link, which counts with many lanes; with few, what it does
 # beside costs more than that.
-FEW_LANES = 16
+FEW_LANES = 8
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,16 @@ _FIRST_CAPABILITY = 9, 0
 
 
 @triton.jit
-def wait_for_previous(EARLY: tl.constexpr):
-    """Stands in every kernel launched with `early_launch`, before its first access to what the kernel before it may change."""
+def wait_for_previous(EARLY: tl.constexpr, launch_next: tl.constexpr = True):
+    """Stands in every kernel launched with `early_launch`, before its first access to what the kernel before it may change.
+
+    The next kernel's programs take their places from then on; without `launch_next` when this one's have ended, which is
+    faster where programs that wait would take the places of those that work.
+    """
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
+        if launch_next:
+            gdc_launch_dependents()
 
 
 def early_launch(tensor: torch.Tensor) -> dict[str, Any]:

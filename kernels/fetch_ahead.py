@@ -119,7 +119,7 @@ def _fetch_ahead_kernel(
         inside = (_of(valid.to(tl.int32), entries) > 0) & (word < RECORD_WORDS)
         data = tl.load(pool + _of(row, entries) * RECORD_WORDS, mask=inside, cache_modifier=".cg")
         begun = tl.sum(entries.to(tl.int32), axis=1) > 0
-        wait_for_previous(EARLY)
+        wait_for_previous(EARLY, launch_next=False)
 
     if tl.load(missing_count + lane) > 0:
         slot = tl.load(slots + entry, mask=entry < k, other=-1).to(tl.int64)

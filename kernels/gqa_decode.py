@@ -79,7 +79,7 @@ def _gqa_split_kernel(
     Leaves in `partial` the weighted sums of values of all programs, then their maxima, then their sums of
     weights, per query head.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(EARLY, launch_next=False)
     RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
     lane = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

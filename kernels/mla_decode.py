@@ -72,7 +72,7 @@ def _mla_split_kernel(
     Flash attention of a block of heads over one stretch of the lane's selection. A single split leaves the
     result; several leave the sum of values, unnormalised, and the maximum and the sum of the weights.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(EARLY, launch_next=False)
     KEY_WIDTH: tl.constexpr = VALUE_WIDTH + ROPE_WIDTH
     HEAD_BLOCKS: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     lane_split = tl.program_id(0) // HEAD_BLOCKS

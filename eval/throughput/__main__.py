@@ -7,7 +7,8 @@
 
 Histories are random and put into each cache directly, no prefill (`python -m eval.prefill` times that); then `generate` decodes
 `--new-tokens` greedy tokens. The first step, which allocates, captures or compiles, stands apart: times are medians of the
-others, with the fastest and the slowest.
+others, with the fastest and the slowest. One after another in the order of `--caches`, and again where a name stands again: how
+far two runs of the same thing lie apart. Ratios are of the medians.
 
 What HiSparse reads comes from a trace: a synthetic one with the miss curve of the HiSparse paper (eval.traces; about 87% hits in
 a buffer of twice the budget), or a recorded one (`--trace`; how it is applied to another model: eval.selections.Recorded). With
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -77,7 +79,7 @@ def workload_of(args: argparse.Namespace) -> tuple[Quest, Workload | None]:
 
 
 def compare(contenders: Contenders, workload: Workload | None, runs: list[Run]) -> list[dict[str, Any]]:
-    """A row for each contender of one context and batch, with its time as a multiple of the others'."""
+    """A row for each run of one context and batch, with its contender's time as a multiple of the others'."""
     rows: list[dict[str, Any]] = []
     for run in runs:
         row: dict[str, Any] = {"context": run.context, "batch": run.batch, "cache": run.cache}
@@ -88,11 +90,14 @@ def compare(contenders: Contenders, workload: Workload | None, runs: list[Run]) 
         contenders.rest()
         rows.append(row)
         print(row, flush=True)
-    times = {row["cache"]: row["ms_per_step"] for row in rows if "ms_per_step" in row}
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        if "ms_per_step" in row:
+            times.setdefault(row["cache"], []).append(row["ms_per_step"])
     for row in rows:
         for name, column in (("hisparse-resident", "times_resident"), ("hisparse", "times_hisparse")):
             if name in times and row["cache"] in times:
-                row[column] = round(times[row["cache"]] / times[name], 3)
+                row[column] = round(median(times[row["cache"]]) / median(times[name]), 3)
     return rows
 
 

@@ -52,8 +52,8 @@ def test_every_kernel_waits_before_it_touches_memory(name):
     assert kernels
     for kernel in kernels:
         source = inspect.getsource(kernel.fn)
-        assert "EARLY: tl.constexpr" in source and source.count("wait_for_previous(EARLY)") == 1
-        before = source[: source.index("wait_for_previous(EARLY)")]
+        assert "EARLY: tl.constexpr" in source and source.count("wait_for_previous(EARLY") == 1
+        before = source[: source.index("wait_for_previous(EARLY")]
         touches = ("tl.store", "tl.atomic") if name == "fetch_ahead" else ("tl.load", "tl.store", "tl.atomic")
         assert not any(touch in before for touch in touches)
     assert inspect.getsource(module).count("**early_launch(") == len(kernels)
