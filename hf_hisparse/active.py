@@ -29,12 +29,15 @@ class Call:
         row says which keys are padding (DSA models are given that row alone in a long call).
     checked : bool
         Whether the position ids were looked at.
+    masked : bool
+        Whether the caller gave a mask; transformers drops one that hides nothing.
     """
 
     _decoder: weakref.ref[torch.nn.Module]
     _cache: weakref.ref[Any]
     causal: bool = False
     checked: bool = False
+    masked: bool = False
 
     @property
     def attention(self) -> str | None:

@@ -97,6 +97,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
         if call is not None:
             call.causal |= insists or (selects and not layer.insists_on_mask)
             padding = kwargs.get("attention_mask")
+            call.masked |= padding is not None
             if padding is not None and (kwargs["q_length"] > 1 or not layer.get_seq_length()):
                 layer.check_padding(padding)
     if captured is not None:  # other layers read the mask from `Padding`

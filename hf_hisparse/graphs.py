@@ -170,6 +170,8 @@ class DecodeGraphs:
         length = cache.get_seq_length()
         if mask is None and cache.padding.hides(length, length + 1):  # the layers refuse that
             return forward(**kwargs)
+        if mask is not None and _says_otherwise(cache, mask[:, :length]):
+            return forward(**kwargs)  # the layers let their selectors know
         shape = (tokens.shape[0], mask is not None)
         hosted = len(cache.hosted_layers)
         warm = (id(model), hosted, *shape)
@@ -263,6 +265,11 @@ class DecodeGraphs:
         if not self.enabled:
             return "off"
         return self._refused or f"{self.captures} captured, {self.replays} replayed"
+
+
+def _says_otherwise(cache: HiSparseCache, mask: torch.Tensor) -> bool:
+    """Whether a mask of the keys held changes what a selector has made of them; the GPU is waited for."""
+    return not cache.hosted_layers[0].model_selects and cache.padding.first_change(mask.bool()) is not None
 
 
 def _is_decode(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import torch
 if TYPE_CHECKING:
     from .host_pool import HostPool
     from .hosted_layer import HostedLayer
+    from .padding import Padding
 
 
 class _Coming(NamedTuple):
@@ -47,6 +48,20 @@ class HistoryStream:
         first = next((layer for layer in self._living() if layer.streams(rows)), None)
         if first is not None and first.get_seq_length():
             self._bring(first, first.layout.count(first.get_seq_length()))
+
+    def correct(self, padding: Padding, shown: torch.Tensor) -> None:
+        """Where a mask, bool ``[batch or 1, length]``, says otherwise of the tokens held than masks did when they came, heed it.
+
+        Attention asks the mask of each call; what a selector made of the keys, such as bounds of a page, is made again.
+        """
+        layers = self._living()
+        shown = shown.expand(layers[0].pool.batch, -1)
+        first = padding.first_change(shown)
+        if first is None:
+            return
+        for layer in layers:
+            layer.select_afresh(first, shown.shape[1], shown)
+        padding.correct(shown, layers[0].capacity)
 
     @contextmanager
     def records(self, layer: HostedLayer, count: int) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ from .hot_buffer import HotBuffer
 from .layer_history import LayerHistory, check_recent
 from .padding import Padding
 from .pinning_ahead import Wanted
-from .records import RecordLayout
+from .records import RecordLayout, chunks
 from .rows import RearrangedRows, lanes_of
 from .selector import LayerShape
 from .stats import LayerStats
@@ -528,19 +528,32 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         if removed <= 0 or not self._length:
             return
         self._length = max(0, self._length - removed)
-        size = self.layout.tokens
         self.buffer.forget(self.layout.count(self._length))
         self.position.fill_(self._length)
-        begun, rest = divmod(self._length, size)
-        self.state.crop(begun * size)
-        if rest:  # the last record is filling again
+        if self._length % self.layout.tokens:  # the last record is filling again
             self.pool.wait()
-            self.pool.own(begun)
-            keys, _ = self.layout.unpack(self.pool.read_range(begun, begun + 1), self.pool.batch)
-            valid = self.padding.between(begun * size, self._length, keys.device)
-            self.state.extend(keys[:, :, :rest], begun * size, valid)
+            self.pool.own(self._length // self.layout.tokens)
+        self.select_afresh(
+            self._length, self._length, self.padding.between(0, self._length, self.position.device)
+        )
         if self.trace is not None:
             self.trace.crop(self._length)
+
+    def select_afresh(self, first: int, stop: int, valid: torch.Tensor | None) -> None:
+        """Let the selector forget all from the record of token `first` on, and take its tokens before `stop` again.
+
+        `valid` is bool ``[batch, stop]``, False for padding, or None when there is none.
+        """
+        size = self.layout.tokens
+        begun, count = first // size, self.layout.count(stop)
+        self.state.crop(begun * size)
+        if begun < count:
+            self.pool.wait()
+        for low, high in chunks(count - begun, self.pool.record_nbytes):
+            keys, _ = self.layout.unpack(self.pool.read_range(begun + low, begun + high), self.pool.batch)
+            tokens = slice((begun + low) * size, min((begun + high) * size, stop))
+            keys = keys[:, :, : tokens.stop - tokens.start]
+            self.state.extend(keys, tokens.start, None if valid is None else valid[:, tokens])
 
     def rearrange(self, rows: torch.Tensor) -> None:
         """Let batch row `i` hold what row ``rows[i]`` held (int64 ``[new batch]``)."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from .active import current_call
+
 if TYPE_CHECKING:
     from .hosted_layer import HostedLayer
 
@@ -17,7 +19,7 @@ _HIDDEN = -1e3  # an additive mask hides a key by less than this; implementation
 
 
 def check_mask(mask: object, layer: HostedLayer, rows: int) -> None:
-    """Refuse a mask that could not be honoured.
+    """Refuse a mask that could not be honoured; let selectors know where it says otherwise of keys held than masks before.
 
     Parameters
     ----------
@@ -30,8 +32,7 @@ def check_mask(mask: object, layer: HostedLayer, rows: int) -> None:
     Raises
     ------
     ValueError
-        If the mask differs between heads, is a bias, does not fit the tokens held, lets a decode call read later keys, or shows
-        tokens that were hidden when they came.
+        If the mask differs between heads, is a bias, does not fit the tokens held, or lets a decode call read later keys.
     """
     if layer.padding.capturing:
         return
@@ -50,10 +51,14 @@ def check_mask(mask: object, layer: HostedLayer, rows: int) -> None:
     start = total - rows
     if mask is None:
         if layer.padding.hides(start, total):
-            raise ValueError(
-                f"{where}: a call without a mask, but an earlier mask hid some of the {start} tokens held: pass the attention "
-                "mask of all tokens"
-            )
+            call = current_call()
+            if call is None or not call.masked:
+                raise ValueError(
+                    f"{where}: a call without a mask, but an earlier mask hid some of the {start} tokens held: pass the "
+                    "attention mask of all tokens"
+                )
+            everything = torch.ones((layer.pool.batch, start), dtype=torch.bool, device=layer.position.device)
+            layer.stream.correct(layer.padding, everything)
         return
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != total:
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -72,11 +77,8 @@ def check_mask(mask: object, layer: HostedLayer, rows: int) -> None:
             f"{where}: the attention mask lets a query read later keys, which a decode call ({rows} new tokens, at most "
             f"decode_rows={layer.settings.decode_rows}) does not do: build the cache with decode_rows={rows - 1} or less"
         )
-    if not layer.model_selects and layer.padding.contradicts(allowed[:, :, :start].any(1)):
-        raise ValueError(
-            f"{where}: the attention mask shows some of the {start} tokens held that were hidden when they came, so that the "
-            "selector knows nothing of them: keep the mask of earlier tokens, or reset() and start again"
-        )
+    if not layer.model_selects:
+        layer.stream.correct(layer.padding, allowed[:, :, :start].any(1))
     setattr(mask, _CHECKED, asked)
 
 

@@ -89,10 +89,18 @@ class Padding:
             self._hidden = not bool(self.allowed[:, :length].all())
         return self._hidden
 
-    def contradicts(self, shown: torch.Tensor) -> bool:
-        """Whether a mask shows, bool ``[batch or 1, length]``, keys held that were hidden when they came."""
+    def first_change(self, shown: torch.Tensor) -> int | None:
+        """The first key held of which a mask, bool ``[batch, length]``, says otherwise than when it came; waits for the GPU."""
         known = self.allowed
-        return known is not None and bool((shown.to(known.device) & ~known[:, : shown.shape[1]]).any())
+        changed = ~shown if known is None else shown.to(known.device) != known[:, : shown.shape[1]]
+        positions = changed.any(0).nonzero()
+        return int(positions[0]) if len(positions) else None
+
+    def correct(self, shown: torch.Tensor, capacity: int) -> None:
+        """Take over what a mask says of the keys held, bool ``[batch, length]``."""
+        self._hidden = None
+        batch, length = shown.shape
+        self.reserve(batch, max(capacity, length), shown.device)[:, :length] = shown
 
     def between(self, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
         """What is known of some keys, bool ``[batch, stop - start]`` or None."""

@@ -101,6 +101,9 @@ class DenseLayer(GqaLayer):
         """See `HostedLayer.read_or_resolve`; what has no slot is read from the host, and kept nowhere."""
         return self.resolve(selection)
 
+    def select_afresh(self, first: int, stop: int, valid: torch.Tensor | None) -> None:
+        """Nothing depends on what is padding."""
+
     def resize_buffer(self, records: int) -> None:
         """See `HostedLayer.resize_buffer`; no more than it has while it holds tokens, as nothing would bring them."""
         super().resize_buffer(min(records, self.buffer_records) if self._length else records)

@@ -423,18 +423,6 @@ def test_what_a_mask_was_checked_for_holds_for_that_call_alone(model):
         model(ids[:, :1], attention_mask=step, past_key_values=cache)
 
 
-def test_a_mask_that_shows_what_was_hidden(model):
-    device = str(model.device)
-    mask = torch.ones(1, 60, dtype=torch.long, device=device)
-    mask[:, 8:24] = 0
-    cache = HiSparseCache(model, SELECTOR)
-    with torch.no_grad():
-        model(prompt(1, 60, device=device), attention_mask=mask, past_key_values=cache)
-        shown = torch.ones(1, 62, dtype=torch.long, device=device)
-        with pytest.raises(ValueError, match=r"were hidden when they came|an earlier mask hid"):
-            model(prompt(1, 2, device=device), attention_mask=shown, past_key_values=cache)
-
-
 def test_gradients_of_keys_and_values_alone(model):
     for name, weight in model.named_parameters():
         weight.requires_grad_("layers.3.self_attn.v_proj" in name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 from transformers import DynamicCache
 
@@ -14,9 +17,9 @@ from tests.oracle import quest_oracle
 class _Pair:
     """A cache whose every decode step is captured and replayed, and the oracle, called alike."""
 
-    def __init__(self, twins) -> None:
+    def __init__(self, twins, **settings) -> None:
         self.twins = twins("qwen3", "cpu")
-        self.cache = HiSparseCache(self.twins.enabled, Quest(32, 4))
+        self.cache = HiSparseCache(self.twins.enabled, Quest(32, 4), **settings)
         self.own = DynamicCache(config=self.twins.native.config)
 
     @torch.no_grad()
@@ -90,3 +93,38 @@ def test_padding_that_was_cropped_hides_nothing_that_comes_in_its_place(twins, i
     pair.crop(1)  # the page is read again, by what is known of its tokens
     pair.call(3)
     pair.call(40)
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_dense_layers": True}], ids=["", "dense-layers-on-the-host"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("before, after", [*itertools.permutations(["none", "some", "others"], 2)])
+def test_a_mask_that_says_otherwise_of_tokens_held(twins, imagined_graphs, before, after, tokens, settings):
+    """As when rows of a batch ended early: the mask of the next turn hides what they were filled up with."""
+    pair = _Pair(twins, **settings)
+    hidden = {"none": (), "some": (5, 6, 7, 30, 61, 62, 63, 64, 65, 66), "others": (30, 31, 32, 33, 98)}
+
+    def mask(which: str, length: int) -> torch.Tensor:
+        mask = torch.ones((2, length), dtype=torch.long)
+        mask[1, list(hidden[which])] = 0
+        mask[0, 40 : 52 if which == "some" else 40] = 0
+        return mask
+
+    pair.call(100, mask(before, 100))
+    for length in range(101, 104):
+        pair.call(1, mask(before, length))
+    held = 103 + tokens
+    pair.call(tokens, mask(after, held))
+    for length in range(held + 1, held + 4):
+        pair.call(1, mask(after, length))
+    assert pair.cache.graphs.replays >= 4
+
+
+def test_no_mask_first_and_then_one_that_hides(twins, imagined_graphs):
+    pair = _Pair(twins)
+    pair.call(100)
+    pair.call(1)
+    pair.call(1)
+    mask = torch.ones((2, 103), dtype=torch.long)
+    mask[1, 50:70] = 0
+    pair.call(1, mask)
+    pair.call(1, torch.nn.functional.pad(mask, (0, 1), value=1))
