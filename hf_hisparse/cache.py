@@ -84,7 +84,8 @@ class HiSparseCache(Cache):
         may hold as much again; while a layer grows or moves, what it had lies beside what it gets.
     host_dense_layers : bool, optional
         Whether Quest's dense layers are on the host: True, from the start, each with its first `device_buffer_tokens` tokens
-        on the GPU; False, never; by default only when `device_memory` is too little for them. The answers are the same, but for last bits in bf16.
+        on the GPU; False, never; by default only when `device_memory` is too little for them. The answers are the same,
+        in bf16 but for the last bits.
     decode_rows : int
         A call with at most so many new tokens per row is decode, and sparse; a longer one is prefill, and dense.
     host_memory : int or str, optional
