@@ -36,6 +36,7 @@ from .models.family import (
     own_of,
     refuse_sinks,
 )
+from .modes import keeps
 from .native import trim
 from .needs import model_dtype
 from .padding import Padding
@@ -253,6 +254,7 @@ class HiSparseCache(Cache):
         """Those of them that read what is selected."""
         return [layer for layer in self.hosted_layers if not layer.dense]
 
+    @keeps
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,7 +263,8 @@ class HiSparseCache(Cache):
         Raises
         ------
         ValueError
-            If batch size, heads, widths, dtype or device differ from those of the tokens held; nothing is changed.
+            If batch size, heads, widths, dtype or device differ from those of the tokens held, or keys and values have
+            different dtypes; nothing is changed.
         MemoryError
             If host memory does not suffice; nothing is changed.
         RuntimeError
@@ -271,6 +274,7 @@ class HiSparseCache(Cache):
         begins = layer_idx == self._with_tokens[0]
         if begins:  # first: another model's keys may well have another shape
             self._check_caller()
+        _check_one_dtype(layer_idx, key_states, value_states)
         self._check_states(self.layers[layer_idx], layer_idx, key_states, value_states)
         if begins:
             self._begin_call(key_states, value_states)
@@ -413,6 +417,7 @@ class HiSparseCache(Cache):
             mask = mask & self.padding.captured[:, : self.capacity]
         return mask[:, None, None]
 
+    @keeps
     def make_room(self, tokens: int) -> None:
         """Grow, if need be, for `tokens` more tokens per row (MemoryError as in `update`)."""
         self.check_whole()
@@ -420,6 +425,7 @@ class HiSparseCache(Cache):
 
     # ------------------------------------------------------------------ changing what is held
 
+    @keeps
     def put_history(self, layers: Iterable[LayerHistory]) -> None:
         """Take a history that was computed elsewhere, without padding, as a prefill would leave it.
 
@@ -469,6 +475,7 @@ class HiSparseCache(Cache):
         if next(layers, None) is not None:
             raise ValueError(f"put_history: more than the model's {len(self.layers)} layers are given")
 
+    @keeps
     def resize_buffers(self, device_buffer_tokens: int) -> None:
         """Let the hot buffers have another size, between two calls; what was used last stays. Hosted dense layers keep theirs.
 
@@ -494,6 +501,7 @@ class HiSparseCache(Cache):
             self.graphs.forget()
         self.room.resize_buffers(records)
 
+    @keeps
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; 0 removes nothing.
 
@@ -524,6 +532,7 @@ class HiSparseCache(Cache):
             if not self.get_seq_length():
                 self._renew_native_layers()  # what comes next may have another shape
 
+    @keeps
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
         self._refuse_while_recording("reset()")
@@ -546,6 +555,7 @@ class HiSparseCache(Cache):
             if not isinstance(layer, HostedLayer | ResidentLayer):
                 self.layers[index] = fresh[index]
 
+    @keeps
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
         self._refuse_while_recording("reorder_cache (beam search)")
@@ -554,6 +564,7 @@ class HiSparseCache(Cache):
             super().reorder_cache(beam_idx)
             self._rows_changed(beam_idx)
 
+    @keeps
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times, at least once (ValueError)."""
         self._refuse_while_recording("batch_repeat_interleave")
@@ -567,6 +578,7 @@ class HiSparseCache(Cache):
             super().batch_repeat_interleave(repeats)
             self._rows_changed(rows)
 
+    @keeps
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch rows `indices`; any index of one dimension will do, an empty one raises ValueError."""
         self._refuse_while_recording("batch_select_indices")
@@ -603,6 +615,7 @@ class HiSparseCache(Cache):
         self.padding.rearrange(rows)
         self._states = {index: held._replace(batch=rows.numel()) for index, held in self._states.items()}
 
+    @keeps
     def __deepcopy__(self, memo: dict[int, Any]) -> HiSparseCache:
         """An independent cache that holds the same tokens, for another continuation of a shared prefix.
 
@@ -656,6 +669,7 @@ class HiSparseCache(Cache):
         saved.save(self, path)
 
     @classmethod
+    @keeps
     def load(
         cls, path: str | Path, model: PreTrainedModel, selector: Selector | None = None, **settings: Any
     ) -> HiSparseCache:
@@ -777,4 +791,14 @@ class HiSparseCache(Cache):
             f"{format_bytes(memory.native_bytes)} native KV\n"
             f"  host: {format_bytes(memory.host_bytes)} in use, {format_bytes(memory.host_reserved_bytes)} held\n"
             f"  CUDA graphs: {self.graphs!r}"
+        )
+
+
+def _check_one_dtype(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Refuse keys and values of different dtypes: to convert either would not be what the model's own cache answers."""
+    if keys.dtype is not values.dtype:
+        raise ValueError(
+            f"HiSparseCache, layer {layer_idx}: keys of {keys.dtype} and values of {values.dtype}, must have one dtype; under "
+            "torch.autocast they differ in most models with fp32 weights: convert the model once (model.to(torch.bfloat16)) and "
+            "call it without autocast"
         )

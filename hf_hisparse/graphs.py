@@ -24,6 +24,7 @@ from .active import called_decoder, capturing_cache, refuse_compiled
 from .host_memory import pinning
 from .hosted_layer import HostedLayer
 from .models.overrides import alive, copied
+from .modes import keeps, outside_inference_mode
 from .resident_layer import ResidentLayer
 
 if TYPE_CHECKING:
@@ -112,8 +113,9 @@ def as_captured(cache: HiSparseCache, masked: bool) -> Iterator[None]:
 class _Step:
     """One captured step: its inputs, its outputs and the graph between them."""
 
+    @keeps
     def __init__(self, inputs: dict[str, torch.Tensor], key: tuple[Any, ...]) -> None:
-        self.inputs = inputs
+        self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self.key = key
         self.graph = torch.cuda.CUDAGraph()
 
@@ -151,6 +153,7 @@ class DecodeGraphs:
         self._steps: dict[tuple[int, bool], _Step] = {}
         self._warm: set[tuple[Any, ...]] = set()
         self._refused: str | None = None
+        self._said_eager = False
 
     def step(self, model: PreTrainedModel, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run `forward(**kwargs)`, from a graph where that is possible."""
@@ -167,6 +170,10 @@ class DecodeGraphs:
             cache.trace.say_eager()
             return forward(**kwargs)
         tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        # A graph would read converted weights, which autocast drops at its end.
+        if torch.is_autocast_enabled(tokens.device.type):
+            self._say_eager("torch.autocast is on: leave it out, for a model in bf16 it changes little")
+            return forward(**kwargs)
         length = cache.get_seq_length()
         if mask is None and cache.padding.hides(length, length + 1):  # the layers refuse that
             return forward(**kwargs)
@@ -231,9 +238,10 @@ class DecodeGraphs:
         masked: bool,
     ) -> _Step | None:
         """Capture a step, which runs nothing and changes no counts; None where that cannot be."""
-        for layer in cache.layers:  # a replay asks no layer whether it has room
-            layer.grow(cache.capacity)
-        step = _Step({name: tensor.clone() for name, tensor in inputs.items()}, key)
+        with outside_inference_mode():
+            for layer in cache.layers:  # a replay asks no layer whether it has room
+                layer.grow(cache.capacity)
+        step = _Step(inputs, key)
         counts = [layer.counts for layer in cache.layers]
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
@@ -260,6 +268,11 @@ class DecodeGraphs:
         if self._refused is None:
             logger.warning("HiSparse decodes without CUDA graphs: %s", reason)
             self._refused = reason
+
+    def _say_eager(self, reason: str) -> None:
+        if not self._said_eager:
+            logger.warning("HiSparse decodes without CUDA graphs while %s", reason)
+            self._said_eager = True
 
     def __repr__(self) -> str:
         if not self.enabled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .modes import keeps
 from .versions import new_version
 
 
@@ -38,6 +39,7 @@ class Padding:
         """The mask of the step that is being captured, bool ``[batch, capacity]``, None if it has none."""
         return self.allowed if self.masked else None
 
+    @keeps
     def reserve(self, batch: int, capacity: int, device: torch.device) -> torch.Tensor:
         """`allowed`, made to cover `capacity` positions."""
         old = self.allowed

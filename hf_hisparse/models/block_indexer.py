@@ -56,7 +56,9 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     total = layer.get_seq_length()
     given["position_ids"] = _within(given["position_ids"], layer, call, total - rows)
     indices: Any = None
-    first, lazily = 0, True
+    first = 0
+    # Under autocast the model's products are not those of the kernel.
+    lazily = not torch.is_autocast_enabled(layer.position.device.type)
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily), rows)
         cache = _SlicedCache(layer, total - rows + first, lazily)

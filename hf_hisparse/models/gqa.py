@@ -12,6 +12,7 @@ from hisparse_kernels.gqa_decode import gqa_decode
 from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings
 from ..masks import allowed_keys, valid_tokens
+from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape, Selector, SelectorState
@@ -48,7 +49,7 @@ class GqaLayer(HostedLayer):
         if self.streams(query.shape[2]):
             return self._prefill(module, query, mask, base, kwargs)
         scaling = kwargs.get("scaling")
-        with torch.no_grad():
+        with outside_inference_mode():
             new = self.new_tokens()
             output = self._decode(query, mask, query.shape[3] ** -0.5 if scaling is None else scaling)
         return without_gradient(output, query, new.keys, new.values), None
@@ -64,16 +65,25 @@ class GqaLayer(HostedLayer):
         new = self.new_tokens()
         keys, values = self.history()
         output, weights = base(module, query, keys, values, mask, **kwargs)
-        with torch.no_grad():
-            valid = valid_tokens(allowed_keys(mask, query.shape[0]), query.shape[2])
-            self.note_padding(valid)
-            self.store(keys, values)
-            self.state.extend(new.keys, new.start, valid)
-            self.position.fill_(self.get_seq_length() - 1)
-            self.warm(self.state.select(self._lanes(query[:, :, -1]), self.position), keys, values)
-            self.finish()
+        with outside_inference_mode():
+            self._take(query, mask, keys, values)
         return (without_gradient(output) if new.start else output), weights
 
+    @own_sums
+    def _take(
+        self, query: torch.Tensor, mask: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Store the new tokens of a prefill, whose whole history is `keys` and `values`, and note what its last query selects."""
+        new = self.new_tokens()
+        valid = valid_tokens(allowed_keys(mask, query.shape[0]), query.shape[2])
+        self.note_padding(valid)
+        self.store(keys, values)
+        self.state.extend(new.keys, new.start, valid)
+        self.position.fill_(self.get_seq_length() - 1)
+        self.warm(self.state.select(self._lanes(query[:, :, -1]), self.position), keys, values)
+        self.finish()
+
+    @own_sums
     def _decode(self, query: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
         """One new token after another, each with a selection of its own: ``[batch, S, query heads, value_width]``."""
         batch, heads, count, _ = query.shape

@@ -17,6 +17,7 @@ from hisparse_kernels.lightning_indexer import lightning_indexer
 
 from ..active import current_call
 from ..masks import allowed_keys, causal_rows
+from ..modes import keeps
 from ..records import moved
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class IndexerKeys:
                 self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, missing))
             self._capacity = capacity
 
+    @keeps
     def write(self, keys: torch.Tensor, start: int) -> torch.Tensor:
         """Take ``[batch, T, width]`` from position `start` on; the keys up to there, a view ``[batch, start + T, width]``."""
         if self.keys is None:
@@ -120,8 +122,9 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     mask = given["attention_mask"]
     padding = allowed_keys(mask[:, None], batch)[:, 0] if rows > layer.settings.decode_rows else None
     total = layer.get_seq_length()
-    lazily = padding is not None
-    if not lazily and _slice_rows(self, layer, batch, fused=False) >= rows:
+    # Under autocast the model's products are not those of the kernel.
+    lazily = padding is not None and not torch.is_autocast_enabled(mask.device.type)
+    if padding is None and _slice_rows(self, layer, batch, fused=False) >= rows:
         return forward(*args, **kwargs)
 
     indices = torch.full(

@@ -16,6 +16,7 @@ from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings, NewTokens
 from ..hot_buffer import HotBuffer
 from ..masks import allowed_keys, readable
+from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..prefetch import FollowerBuffer, Group, Replay, prefetch
 from ..records import RecordLayout
@@ -160,13 +161,14 @@ class LatentLayer(HostedLayer):
         expanded = None
         if self.settings.mla_mode == "expand":
             expanded = ExpandedAttention(module, base, self.layout.key_width, kwargs)
-        with torch.no_grad():
+        with outside_inference_mode():
             attend = self._prefill if query.shape[2] > self.settings.decode_rows else self._decode
             output = attend(module, query, mask, indices, kwargs["scaling"], expanded)
             new = self.new_tokens()
             self.finish()
         return without_gradient(output, query, new.keys, new.values, *module.kv_b_proj.parameters()), None
 
+    @own_sums
     def _absorbed(
         self,
         module: Any,

@@ -16,6 +16,7 @@ from ..active import current_call
 from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings
 from ..masks import allowed_keys, block_mask, hides_new, valid_tokens
+from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape
@@ -117,7 +118,7 @@ class BlockLayer(HostedLayer):
         # A query that is padding may read nothing of its selection, and then the model has it read all keys alike.
         all_keys = count > self.settings.decode_rows or (count > 1 and hides_new(mask, count))
         attend = self._prefill if all_keys else self._decode
-        with torch.no_grad():
+        with outside_inference_mode():
             output = attend(module, query, mask, positions, base, kwargs)
             new = self.new_tokens()
             self.finish()
@@ -139,6 +140,7 @@ class BlockLayer(HostedLayer):
         scaling = kwargs.get("scaling")
         return query.shape[3] ** -0.5 if scaling is None else scaling
 
+    @own_sums
     def _decode(
         self,
         module: Any,
@@ -241,6 +243,7 @@ class BlockLayer(HostedLayer):
         self.warm(self._records(selections[:, :, -1]), keys, values)
         return output
 
+    @own_sums
     def _prefill_row(
         self,
         output: torch.Tensor,
