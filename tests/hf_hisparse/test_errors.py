@@ -466,3 +466,27 @@ def test_memory_refused_while_rows_are_repeated(model, monkeypatch):
     with torch.no_grad():
         model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
     _assert_unchanged(model, cache)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_no_memory_for_the_first_dense_layer(model, reset):
+    """It holds nothing then, and what it holds can be asked for and used."""
+    cache = HiSparseCache(model, SELECTOR)
+    fails = mock.patch.object(cache.layers[0], "grow", side_effect=torch.OutOfMemoryError("none left"))
+    with fails, pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        model(prompt(3, 300, device=str(model.device)), past_key_values=cache)
+    assert "0 tokens" in repr(cache) and cache.memory().native_bytes == 0
+    if reset:
+        cache.reset()
+    with torch.no_grad():
+        model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+def test_layers_that_were_initialized_early(model):
+    cache = HiSparseCache(model, SELECTOR)
+    cache.early_initialization(2, 2, 16, torch.float32, model.device)
+    assert "0 tokens" in repr(cache) and cache.memory().native_bytes == 0
+    with torch.no_grad():
+        model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
