@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from .gradients import refuse_checkpointing
+
 _HANDLES = "_hisparse_hooks"
 COMPILED = (
     "HiSparseCache: torch.compile has compiled the model, or a part of it that uses the cache, which is not supported, and not "
@@ -110,6 +112,7 @@ def _enter(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     around, this = _calls_around(decoder), weakref.ref(decoder)
     _calls.set((*around, (this, None)))  # `_leave` follows also if this call is refused
     if ours:
+        refuse_checkpointing(decoder)
         _refuse_nested(decoder, ours[0], around)
         _calls.set((*around, (this, Call(this, weakref.ref(ours[0])))))
 

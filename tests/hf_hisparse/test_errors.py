@@ -12,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache, T5Config, 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
 from hf_hisparse.host_memory import PinnedArea
 from hf_hisparse.hosted_layer import HostedLayer
+from tests import dsa_models, msa_models
 from tests.models import build, prompt
 from tests.oracle import quest_oracle
 
@@ -490,3 +491,41 @@ def test_layers_that_were_initialized_early(model):
     with torch.no_grad():
         model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
     _assert_unchanged(model, cache)
+
+
+CHECKPOINTED = {
+    "qwen3": (lambda: build("qwen3"), dict(selector=SELECTOR)),
+    "v32": (lambda: dsa_models.build("v32"), {}),
+    "glm_FSSF": (lambda: dsa_models.build("glm_FSSF"), {}),
+    "two_groups": (lambda: msa_models.build("two_groups"), {}),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_gradient_checkpointing(name, device):
+    """Transformers then calls the layers without the cache: it would stay empty, or selections would be of nothing."""
+    build_model, settings = CHECKPOINTED[name]
+    model = build_model().to(device)
+    cache, ids = HiSparseCache(model, **settings), prompt(2, 50, device=device)
+    model.train()
+    model.gradient_checkpointing_enable()
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match=r"gradient checkpointing.*model\.eval\(\).*_disable\(\)"):
+            call(ids, past_key_values=cache)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    try:  # without gradients: newer versions of transformers use the cache
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+    except ValueError as error:
+        assert "gradient checkpointing" in str(error)
+    else:
+        assert cache.get_seq_length() == 50
+        cache.reset()
+    for ends in (model.gradient_checkpointing_disable, model.eval):
+        model.train()
+        model.gradient_checkpointing_enable()
+        ends()
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {50}
+        cache.reset()
