@@ -146,7 +146,11 @@ class HiSparseCache(Cache):
             raise ValueError(COMPILED)
         if not isinstance(config, PreTrainedConfig):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
-            raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
+            wrapped = hasattr(model, "get_base_model")  # by peft
+            raise ValueError(
+                f"HiSparseCache: {shown} is neither a transformers model nor a model's config"
+                + (": pass what it wraps, model.get_base_model(), which has the adapters" if wrapped else "")
+            )
         extra = parse_bytes(prefill_memory, "prefill_memory")
         family = family_of(config, selector, mla_mode, layout, extra, prefetch)
         if isinstance(model, PreTrainedModel):
@@ -458,7 +462,8 @@ class HiSparseCache(Cache):
                 raise ValueError(f"put_history: {index} layers are given, the model has {len(self.layers)}")
             if not isinstance(history, LayerHistory):
                 raise ValueError(
-                    f"put_history, layer {index} is of type {type(history).__name__}, must be a hf_hisparse.LayerHistory"
+                    f"put_history, layer {index} is of type {type(history).__name__}, must be a "
+                    "hf_hisparse.layer_history.LayerHistory"
                 )
             first = history if first is None else first
             shape = self._family.kv_shape(index, hosted=isinstance(self.layers[index], HostedLayer))
@@ -707,7 +712,8 @@ class HiSparseCache(Cache):
             If host or device have too little for it.
         """
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"HiSparseCache.load needs the model, not a {type(model).__name__}")
+            wrapped = " (for one of peft, model.get_base_model())" if hasattr(model, "get_base_model") else ""
+            raise ValueError(f"HiSparseCache.load needs the model, not a {type(model).__name__}{wrapped}")
         content = saved.read_index(Path(path))
         saved.check_model(Path(path), content, model)
         cache = cls(model, saved.selector_for(Path(path), content, selector), **settings)
