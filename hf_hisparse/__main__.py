@@ -17,7 +17,11 @@ def _curve(text: str) -> float | dict[float, float]:
     """``0.08``, or ``1:0.27,2:0.08,4:0.02``: shares by buffer size as a multiple of what a step reads."""
     if ":" not in text:
         return float(text)
-    return {float(size): float(share) for size, share in (point.split(":") for point in text.split(","))}
+    points = [(float(size), float(share)) for size, share in (point.split(":") for point in text.split(","))]
+    curve = dict(points)
+    if len(curve) < len(points):
+        raise argparse.ArgumentTypeError(f"{text!r} gives a buffer size twice")
+    return curve
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:

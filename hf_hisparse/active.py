@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from transformers import Cache
+
+from .gradients import refuse_checkpointing
 
 _HANDLES = "_hisparse_hooks"
 COMPILED = (
@@ -57,10 +60,9 @@ class Call:
 
 
 capturing_cache: ContextVar[Any] = ContextVar("hisparse_capturing_cache", default=None)
+_Entry = tuple[weakref.ref[torch.nn.Module], Call | None]
 # Weak references: an interrupt leaves an entry behind.
-_calls: ContextVar[tuple[tuple[weakref.ref[torch.nn.Module], Call | None], ...]] = ContextVar(
-    "hisparse_calls", default=()
-)
+_calls: ContextVar[tuple[_Entry, ...]] = ContextVar("hisparse_calls", default=())
 
 
 def current_call() -> Call | None:
@@ -110,13 +112,51 @@ def _enter(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     ours = [cache for cache in caches if hasattr(cache, "hosted_layers")]
     if ours:
         refuse_compiled(ours[0])
-    # An interrupt leaves without `_leave`: a decoder is in one call at a time.
-    for inner, interrupted in _calls.get():
-        if inner() is decoder and interrupted is not None and interrupted.cache is not None:
-            interrupted.cache.take_back()
-    outer = tuple(entry for entry in _calls.get() if entry[0]() not in (None, decoder))
-    this = weakref.ref(decoder)
-    _calls.set((*outer, (this, Call(this, weakref.ref(ours[0])) if ours else None)))
+    around, this = _calls_around(decoder), weakref.ref(decoder)
+    _calls.set((*around, (this, None)))  # `_leave` follows also if this call is refused
+    if ours:
+        refuse_checkpointing(decoder)
+        _refuse_nested(decoder, ours[0], around)
+        _calls.set((*around, (this, Call(this, weakref.ref(ours[0])))))
+
+
+def _calls_around(decoder: torch.nn.Module) -> tuple[_Entry, ...]:
+    """The calls in which this one of `decoder` is nested: a hook may call the model that is calling it.
+
+    An interrupt leaves without `_leave`, so an entry may also be of a call that is gone: what that took is taken back.
+    """
+    calls = tuple(entry for entry in _calls.get() if entry[0]() is not None)
+    if all(entry[0]() is not decoder for entry in calls):
+        return calls
+    under_way, around = _depth(decoder) - 1, []
+    for entry in calls:  # interrupted calls are above those under way: each call begins without them
+        if entry[0]() is not decoder:
+            around.append(entry)
+        elif under_way > 0:
+            under_way -= 1
+            around.append(entry)
+        elif entry[1] is not None and entry[1].cache is not None:
+            entry[1].cache.take_back()
+    return tuple(around)
+
+
+def _depth(decoder: torch.nn.Module) -> int:
+    """How many calls of `decoder` this thread is in, which its stack alone can tell."""
+    depth, frame = 0, inspect.currentframe()
+    while frame is not None:
+        depth += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder
+        frame = frame.f_back
+    return depth
+
+
+def _refuse_nested(decoder: torch.nn.Module, cache: Any, around: tuple[_Entry, ...]) -> None:
+    """Refuse a call of `decoder` with the cache of another one that is under way (RuntimeError)."""
+    for other, call in around:
+        if other() is decoder and call is not None and call.cache is cache:
+            raise RuntimeError(
+                "a call of the model within a call of the same model, in a hook for example, with the same HiSparseCache: pass "
+                "no cache to the inner one, or a copy that was made before (copy.deepcopy(cache))"
+            )
 
 
 def _leave(decoder: torch.nn.Module, args: Any, output: Any) -> None:

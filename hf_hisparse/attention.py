@@ -88,7 +88,9 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     """
     base = ALL_MASK_ATTENTION_FUNCTIONS[BASES[config._attn_implementation]]
     call, captured = current_call(), capturing_cache.get()
-    cache: Any = captured if captured is not None else call and call.cache
+    if call is None or call.cache is not captured:  # a call within the one that is being captured
+        captured = None
+    cache: Any = call and call.cache
     insists = False
     if cache is not None:
         layer: HostedLayer = cache.hosted_layers[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -42,6 +43,7 @@ from .needs import model_dtype
 from .padding import Padding
 from .resident_layer import ResidentLayer
 from .room import Room
+from .rows import check_rows, selected_rows
 from .selector import Selector
 from .sizes import Buffers, Sizes, memory_of
 from .stats import Memory, Stats
@@ -146,7 +148,11 @@ class HiSparseCache(Cache):
             raise ValueError(COMPILED)
         if not isinstance(config, PreTrainedConfig):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
-            raise ValueError(f"HiSparseCache: {shown} is neither a transformers model nor a model's config")
+            wrapped = hasattr(model, "get_base_model")  # by peft
+            raise ValueError(
+                f"HiSparseCache: {shown} is neither a transformers model nor a model's config"
+                + (": pass what it wraps, model.get_base_model(), which has the adapters" if wrapped else "")
+            )
         extra = parse_bytes(prefill_memory, "prefill_memory")
         family = family_of(config, selector, mla_mode, layout, extra, prefetch)
         if isinstance(model, PreTrainedModel):
@@ -314,10 +320,11 @@ class HiSparseCache(Cache):
             )
 
     def check_whole(self) -> None:
-        """Refuse to go on after a call, or a change of all layers, that did not finish (RuntimeError).
+        """Refuse to go on once it is closed, or after a call, or a change of all layers, that did not finish (RuntimeError).
 
         Layers are compared once after each eager call; a replayed step is a `Change` of all of them.
         """
+        _ = self.layers
         if self._called and not self.change.unfinished:
             agree = self._layers_agree()
             if not agree:
@@ -460,6 +467,11 @@ class HiSparseCache(Cache):
             history = next(layers, None)
             if history is None:
                 raise ValueError(f"put_history: {index} layers are given, the model has {len(self.layers)}")
+            if not isinstance(history, LayerHistory):
+                raise ValueError(
+                    f"put_history, layer {index} is of type {type(history).__name__}, must be a "
+                    "hf_hisparse.layer_history.LayerHistory"
+                )
             first = history if first is None else first
             shape = self._family.kv_shape(index, hosted=isinstance(self.layers[index], HostedLayer))
             history.check(index, shape, first, None if model is None else model.dtype)
@@ -485,6 +497,8 @@ class HiSparseCache(Cache):
         ------
         ValueError
             If the size does not fit, or `device_memory` sets it.
+        MemoryError
+            If the cache holds tokens and its devices have too little memory for it; nothing is changed.
         """
         if self.room.limits.device is not None:
             raise ValueError(
@@ -494,6 +508,8 @@ class HiSparseCache(Cache):
         self._refuse_while_recording("resize_buffers")
         self.check_whole()
         records = checked_buffer(device_buffer_tokens, self._family) // self._family.page_size
+        if self.get_seq_length():
+            self.room.check_buffers(records)
         self._settings = replace(self._settings, device_buffer_records=records)
         if not self.get_seq_length():  # what an earlier request left on the device would have to be moved
             for layer in own_of(self.layers):
@@ -510,9 +526,12 @@ class HiSparseCache(Cache):
         Raises
         ------
         ValueError
-            For a positive number, from transformers 5.20 on.
+            For what is no whole number; for a positive one, from transformers 5.20 on.
         """
-        tokens = int(tokens_to_remove)
+        try:
+            tokens = operator.index(tokens_to_remove)
+        except TypeError as error:
+            raise ValueError(f"crop({tokens_to_remove!r}): must be a whole number of tokens") from error
         self.check_whole()
         if tokens > 0:
             if not _CROP_TAKES_LENGTHS:
@@ -536,9 +555,12 @@ class HiSparseCache(Cache):
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
         self._refuse_while_recording("reset()")
-        torn = self.change.unfinished
+        own, torn = (
+            own_of(self.layers),
+            self.change.unfinished,
+        )  # once it is closed there is nothing to change
         with self.change:
-            for layer in own_of(self.layers):
+            for layer in own:
                 if torn:  # its parts may not fit together: they are built anew
                     layer.release()
                 layer.reset()
@@ -557,8 +579,15 @@ class HiSparseCache(Cache):
 
     @keeps
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are."""
+        """Let beam `i` go on from beam ``beam_idx[i]``; the host's records stay where they are.
+
+        Raises
+        ------
+        ValueError
+            If `beam_idx` is no tensor of whole numbers of one dimension, or names a row that is not held.
+        """
         self._refuse_while_recording("reorder_cache (beam search)")
+        check_rows(beam_idx, self._batch)
         self._make_way(beam_idx.numel())
         with self.change:
             super().reorder_cache(beam_idx)
@@ -580,11 +609,15 @@ class HiSparseCache(Cache):
 
     @keeps
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the batch rows `indices`; any index of one dimension will do, an empty one raises ValueError."""
+        """Keep the batch rows `indices`; any index of one dimension will do.
+
+        Raises
+        ------
+        ValueError
+            If `indices` is none, or keeps no row.
+        """
         self._refuse_while_recording("batch_select_indices")
-        if isinstance(indices, torch.Tensor):
-            indices = indices.cpu()
-        rows = torch.arange(self._batch)[indices]
+        rows = selected_rows(indices, self._batch)
         if not rows.numel():
             raise ValueError(
                 f"batch_select_indices({indices}) keeps none of {self._batch} rows: call reset() to empty the cache"
@@ -694,7 +727,8 @@ class HiSparseCache(Cache):
             If host or device have too little for it.
         """
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"HiSparseCache.load needs the model, not a {type(model).__name__}")
+            wrapped = " (for one of peft, model.get_base_model())" if hasattr(model, "get_base_model") else ""
+            raise ValueError(f"HiSparseCache.load needs the model, not a {type(model).__name__}{wrapped}")
         content = saved.read_index(Path(path))
         saved.check_model(Path(path), content, model)
         cache = cls(model, saved.selector_for(Path(path), content, selector), **settings)

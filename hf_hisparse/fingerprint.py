@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .enable import decoders_of
+from .plain import plain_parts
 
 _SAMPLES = 64  # elements of each weight that tell one model from another
 # What a configuration says that does not change what a model computes.
@@ -90,9 +91,10 @@ def _essential(config: Any) -> Any:
 
 def _samples(model: PreTrainedModel) -> Iterator[str]:
     for name, weight in _weights(model):
-        flat = weight.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].cpu().contiguous()
-        yield f"{name} {list(weight.shape)} {tensor_checksum(some)}\n"
+        for part in plain_parts(weight):
+            flat = part.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].cpu().contiguous()
+            yield f"{name} {list(part.shape)} {tensor_checksum(some)}\n"
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -609,6 +609,12 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         other.version = new_version()
         return other
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostedLayer:
+        raise TypeError(
+            f"{self.name}: a layer of a HiSparseCache shares its memory with others and cannot be copied alone: copy the whole "
+            "cache, copy.deepcopy(cache)"
+        )
+
     def saved(self) -> dict[str, torch.Tensor]:
         """What cannot be made again: the records, and the selector state.
 

@@ -262,9 +262,9 @@ def plan(
             raise ValueError(f"plan: {name}={value!r}, must be a whole number of at least 1")
     if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
         raise ValueError(f"plan: prefill_chunk={prefill_chunk!r}, must be a whole number of at least 1")
-    if bandwidth is not None and not bandwidth >= 1e6:
+    if bandwidth is not None and not 1e6 <= bandwidth < math.inf:
         raise ValueError(
-            f"plan: bandwidth={bandwidth!r} bytes per second, must be at least 1e6: 25 GB/s are 25e9"
+            f"plan: bandwidth={bandwidth!r} bytes per second, must be a number of at least 1e6: 25 GB/s are 25e9"
         )
     dtype = dtype or model_dtype(config)
     family, selects = _family(config, selector)
@@ -354,7 +354,11 @@ def _miss_rate(misses: float | Mapping[float, float] | Stats, multiple: float) -
         return 1 - misses.hit_rate
     points = list(misses.items()) if isinstance(misses, Mapping) else [(1.0, misses)]
     numbers = all(isinstance(number, int | float) for point in points for number in point)
-    if not points or not numbers or not all(size > 0 and 0 <= share <= 1 for size, share in points):
+    if (
+        not points
+        or not numbers
+        or not all(0 < size < math.inf and 0 <= share <= 1 for size, share in points)
+    ):
         raise ValueError(
             f"plan: misses={misses!r}, must be a share from 0 to 1, shares by buffer size, or what cache.stats() gives"
         )

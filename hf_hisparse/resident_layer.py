@@ -60,6 +60,7 @@ class ResidentLayer(RearrangedRows, DynamicLayer):
         if not fits or held.dtype != empty.dtype or held.device != empty.device:
             self.version = new_version()
             self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.slots = torch.empty((empty.shape[0], 0), dtype=torch.int32, device=self.device)
             self.rows = empty
         self.is_initialized = True
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .change import Change
-from .host_memory import format_bytes
-from .limits import Call, Growth, Limits
+from .host_memory import available_host_memory, format_bytes
+from .limits import Call, Growth, Limits, free_device_memory
 from .models.dense import DenseLayer
 from .models.family import connect, hosted_of, new_layers, own_of
 from .padding import Padding
@@ -183,6 +183,19 @@ class Room:
             for layer in self.hosted:
                 if not layer.dense:
                     layer.resize_buffer(records)
+
+    def check_buffers(self, records: int) -> None:
+        """Refuse hot buffers of so many records per lane that the devices of those held cannot have (MemoryError)."""
+        held = [layer.buffer.data for layer in self.hosted if not layer.dense and layer.shape is not None]
+        for device in {data.device for data in held}:
+            here = [data for data in held if data.device == device]
+            asked = sum(data.nbytes // data.shape[1] * (records - data.shape[1]) for data in here)
+            free = free_device_memory(device) if device.type == "cuda" else available_host_memory()
+            if asked > free:
+                raise MemoryError(
+                    f"resize_buffers: {records} records per lane need {format_bytes(asked)} more memory on {device}, "
+                    f"{format_bytes(free)} is free: give fewer tokens"
+                )
 
     def check_copy(self) -> None:
         """Refuse a copy of the cache that the host cannot hold (MemoryError)."""

@@ -16,6 +16,7 @@ from ..padding import Padding
 from ..resident_layer import ResidentLayer
 from ..selector import Selector
 from .dense import DenseLayer
+from .encoders import refuse_encoders
 from .gqa import GqaLayer
 from .kv_shape import KvShape, gqa_shape
 from .mla import MLA_MODES, LatentFamily
@@ -183,6 +184,7 @@ def family_of(
             f"HiSparseCache serves decoder-only models, {config.model_type!r} is an encoder-decoder: use its own cache"
         )
     decoder = config.get_text_config(decoder=True)
+    refuse_encoders(config, decoder)
     if mla_mode not in MLA_MODES:
         raise ValueError(f"mla_mode={mla_mode!r}, must be one of {MLA_MODES}")
     if layout not in LAYOUTS:
@@ -280,10 +282,13 @@ def _selector_family(
     full = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     hosted = [i for i in full if i >= selector.dense_layers]
     if not hosted:
-        kinds = sorted({type(layer).__name__ for layer in layers})
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        lacks = f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({kinds}), none of which is full attention"
+        if not full:
+            raise ValueError(f"{lacks}, the only kind whose KV grows with all tokens: use DynamicCache")
         raise ValueError(
-            f"HiSparseCache: {decoder.model_type!r} has {len(layers)} layers ({', '.join(kinds)}), none of which is full "
-            f"attention beyond the first dense_layers={selector.dense_layers}: lower dense_layers, or use DynamicCache"
+            f"{lacks} beyond the first dense_layers={selector.dense_layers}: lower dense_layers, to at most {full[-1]}, or use "
+            "DynamicCache"
         )
     dense = [i for i in full if i < selector.dense_layers]
     return SelectorFamily(decoder, layers, hosted, dense, selector)

@@ -14,6 +14,7 @@ import torch
 from hisparse_kernels.mla_decode import mla_decode
 
 from ..masks import selection_mask
+from ..plain import is_plain, plain_parts
 
 Base = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -40,6 +41,7 @@ class UpProjection:
         hooks = linear._forward_hooks or linear._forward_pre_hooks
         if (
             type(linear) is torch.nn.Linear
+            and is_plain(weight)
             and weight.dtype == like.dtype
             and weight.device == like.device
             and not hooks
@@ -53,7 +55,7 @@ class UpProjection:
 
 
 def _version(linear: torch.nn.Module) -> tuple[Any, ...]:
-    tensors = (*linear.parameters(), *linear.buffers())
+    tensors = [part for held in (*linear.parameters(), *linear.buffers()) for part in plain_parts(held)]
     adapters = [
         str(getattr(linear, name, None)) for name in ("active_adapters", "disable_adapters", "scaling")
     ]

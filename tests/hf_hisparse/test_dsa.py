@@ -20,9 +20,11 @@ from hf_hisparse.graphs import as_captured
 from hf_hisparse.models import indexer as indexer_module
 from hf_hisparse.models.indexer import IndexerKeys
 from hf_hisparse.models.mla_attention import UpProjection, absorbed_attention
+from hf_hisparse.plain import is_plain
 from hf_hisparse.prefetch import FollowerBuffer, Group
 from tests.dsa_models import TOP_K, build, dsa_twins
 from tests.models import prompt
+from tests.quantised import quantise
 
 
 def _logits(model, ids, cache=None, mask=None):
@@ -485,6 +487,21 @@ def test_the_matrix_follows_the_module():
         assert torch.equal(projection.matrix(linear, 8, rows), 2 * linear.weight)
         projection = UpProjection()
         assert same()
+
+
+def test_quantised_weights(model):
+    """Its linear layers stay what they are, and their weights are no matrices that a kernel could read."""
+    quantise(model)
+    ids = prompt(1, 200)
+    expected = _logits(model, ids)
+    assert not is_plain(model.model.layers[0].self_attn.kv_b_proj.weight)
+    cache = HiSparseCache(model)
+    torch.testing.assert_close(_logits(model, ids, cache), expected, atol=1e-4, rtol=0)
+    layer, projection = model.model.layers[0], UpProjection()
+    before = projection.matrix(layer.self_attn.kv_b_proj, 32, expected)
+    assert projection.matrix(layer.self_attn.kv_b_proj, 32, expected) is before, "computed once"
+    layer.self_attn.kv_b_proj.weight.scale.mul_(2)
+    assert torch.equal(projection.matrix(layer.self_attn.kv_b_proj, 32, expected), 2 * before)
 
 
 def test_adapters_on_the_up_projection(model):

@@ -12,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache, T5Config, 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
 from hf_hisparse.host_memory import PinnedArea
 from hf_hisparse.hosted_layer import HostedLayer
+from tests import dsa_models, msa_models
 from tests.models import build, prompt
 from tests.oracle import quest_oracle
 
@@ -454,3 +455,65 @@ def test_memory_refused_while_rows_are_repeated(model, monkeypatch):
     with torch.no_grad():
         model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
     _assert_unchanged(model, cache)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_no_memory_for_the_first_dense_layer(model, reset):
+    """It holds nothing then, and what it holds can be asked for and used."""
+    cache = HiSparseCache(model, SELECTOR)
+    fails = mock.patch.object(cache.layers[0], "grow", side_effect=torch.OutOfMemoryError("none left"))
+    with fails, pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        model(prompt(3, 300, device=str(model.device)), past_key_values=cache)
+    assert "0 tokens" in repr(cache) and cache.memory().native_bytes == 0
+    if reset:
+        cache.reset()
+    with torch.no_grad():
+        model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+def test_layers_that_were_initialized_early(model):
+    cache = HiSparseCache(model, SELECTOR)
+    cache.early_initialization(2, 2, 16, torch.float32, model.device)
+    assert "0 tokens" in repr(cache) and cache.memory().native_bytes == 0
+    with torch.no_grad():
+        model(prompt(2, 300, device=str(model.device)), past_key_values=cache)
+    _assert_unchanged(model, cache)
+
+
+CHECKPOINTED = {
+    "qwen3": (lambda: build("qwen3"), dict(selector=SELECTOR)),
+    "v32": (lambda: dsa_models.build("v32"), {}),
+    "glm_FSSF": (lambda: dsa_models.build("glm_FSSF"), {}),
+    "two_groups": (lambda: msa_models.build("two_groups"), {}),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_gradient_checkpointing(name, device):
+    """Transformers then calls the layers without the cache: it would stay empty, or selections would be of nothing."""
+    build_model, settings = CHECKPOINTED[name]
+    model = build_model().to(device)
+    cache, ids = HiSparseCache(model, **settings), prompt(2, 50, device=device)
+    model.train()
+    model.gradient_checkpointing_enable()
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match=r"gradient checkpointing.*model\.eval\(\).*_disable\(\)"):
+            call(ids, past_key_values=cache)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    try:  # without gradients: newer versions of transformers use the cache
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+    except ValueError as error:
+        assert "gradient checkpointing" in str(error)
+    else:
+        assert cache.get_seq_length() == 50
+        cache.reset()
+    for ends in (model.gradient_checkpointing_disable, model.eval):
+        model.train()
+        model.gradient_checkpointing_enable()
+        ends()
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {50}
+        cache.reset()

@@ -132,6 +132,8 @@ def test_dense_layers_go_to_the_host_where_the_memory_asks_for_it():
         dict(prefill_chunk=0.5),
         dict(bandwidth=25),
         dict(bandwidth=float("nan")),
+        dict(bandwidth=float("inf")),
+        dict(misses={float("inf"): 0.1}),
         dict(device_buffer_tokens=0),
     ],
 )
@@ -308,6 +310,8 @@ def test_the_command_line(tmp_path, capsys):
         (["nowhere/at-all"], "nowhere/at-all"),
         (["{config}", "--token-budget", "0"], "token_budget=0"),
         (["{config}", "--page-size", "7"], "page_size=7"),
+        (["{config}", "--device-memory", "24GiB", "--misses", "inf:0.1"], r"misses=\{inf: 0\.1\}"),
+        (["{config}", "--device-memory", "24GiB", "--bandwidth", "inf"], "bandwidth=inf"),
         (["{config}", "--device-memory", "lots"], "device_memory='lots' is not a size"),
         (
             ["{config}", "--device-memory", "9GiB", "--device-buffer-tokens", "100"],
@@ -320,6 +324,12 @@ def test_the_command_line_says_what_is_wrong(tmp_path, monkeypatch, arguments, m
     CONFIG.save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=message):
         main(["plan", *(argument.format(config=tmp_path) for argument in arguments), "--context", "9000"])
+
+
+def test_the_command_line_takes_a_point_of_a_curve_once(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "any", "--context", "9000", "--misses", "1:0.3,2:0.1,1.0:0.2"])
+    assert "'1:0.3,2:0.1,1.0:0.2' gives a buffer size twice" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

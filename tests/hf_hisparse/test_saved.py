@@ -17,6 +17,7 @@ from hf_hisparse import HiSparseCache, Quest, enable
 from tests.dsa_models import DSA_MODELS, dsa_twins
 from tests.models import SUPPORTED, build, perturbed, prompt
 from tests.msa_models import MSA_MODELS, msa_twins
+from tests.quantised import quantise
 
 SELECTOR = Quest(32, 4)
 
@@ -160,6 +161,22 @@ def test_an_offloaded_model(offload, tied, tmp_path):
     HiSparseCache.load(tmp_path / "again", model)
     with pytest.raises(ValueError, match="another model: its weights"):
         HiSparseCache.load(tmp_path / "prefix", OFFLOADS[offload](other, str(tmp_path / "others")))
+
+
+def test_a_quantised_model(model, tmp_path):
+    """Its weights are compared by what they are made of."""
+    quantise(model)
+    cache = _prefilled(model, SELECTOR)
+    cache.save(tmp_path / "prefix")
+    _assert_same(model, cache, HiSparseCache.load(tmp_path / "prefix", model))
+    for part in ("scale", "qdata"):
+        tensor = getattr(model.model.layers[1].mlp.up_proj.weight, part)
+        before = tensor.clone()
+        tensor.add_(1)
+        with pytest.raises(ValueError, match="another model: its weights"):
+            HiSparseCache.load(tmp_path / "prefix", model)
+        tensor.copy_(before)
+    HiSparseCache.load(tmp_path / "prefix", model)
 
 
 def test_a_model_without_weights(model, saved):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
-from transformers import DeepseekV3Config, Qwen3Config
+from transformers import AutoConfig, DeepseekV3Config, Qwen3Config
 
-from hf_hisparse import HiSparseCache, Quest
+from hf_hisparse import HiSparseCache, Quest, plan
 
 CONFIG = Qwen3Config(num_hidden_layers=4)
 
@@ -71,6 +72,62 @@ def test_a_selector_is_one(selector):
 def test_some_layer_is_hosted():
     with pytest.raises(ValueError, match=r"dense_layers=4.*lower dense_layers"):
         HiSparseCache(CONFIG, Quest(64, 8, dense_layers=4))
+
+
+def test_sliding_layers_alone_cannot_be_hosted():
+    kinds = ["sliding_attention"] * 4
+    config = Qwen3Config(num_hidden_layers=4, layer_types=kinds, use_sliding_window=True, sliding_window=48)
+    with pytest.raises(
+        ValueError, match=r"none of which is full attention, the only kind.*use DynamicCache"
+    ) as refused:
+        HiSparseCache(config, Quest(64, 8))
+    assert "lower dense_layers" not in str(refused.value)
+
+
+ENCODERS = {
+    "a vision model": ("vit", {}),
+    "text and images side by side": ("clip", {}),
+    "a text encoder": ("bert", {}),
+    "one that has no other form": ("distilbert", {}),
+    "half of an encoder-decoder": ("t5", dict(is_encoder_decoder=False)),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_refused(name):
+    kind, settings = ENCODERS[name]
+    config = AutoConfig.for_model(kind, **settings)
+    for use in (
+        HiSparseCache,
+        lambda config, selector: plan(config, selector, context=900, device_memory="24GiB"),
+    ):
+        with pytest.raises(ValueError, match=f"'{kind}' is an encoder.*leave the cache out"):
+            use(config, Quest(64, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("bert", dict(is_decoder=True)),
+        ("gpt_neox", {}),
+        ("llava", {}),
+        ("qwen2_5_vl", {}),
+        ("gemma3", {}),
+        ("gpt2", {}),
+        ("qwen2_audio", {}),
+    ],
+)
+def test_decoders_are_not_taken_for_encoders(kind, settings):
+    """Whether or not they call themselves decoders, with a vision tower or without."""
+    HiSparseCache(AutoConfig.for_model(kind, **settings), Quest(64, 8, dense_layers=0))
+
+
+def test_a_model_that_peft_has_wrapped():
+    wrapped = mock.Mock(spec=["get_base_model"])
+    with pytest.raises(ValueError, match=r"a Mock is neither.*pass what it wraps, model\.get_base_model\(\)"):
+        HiSparseCache(wrapped, Quest())
+    with pytest.raises(ValueError, match=r"needs the model.*model\.get_base_model\(\)"):
+        HiSparseCache.load("nowhere", wrapped)
 
 
 def test_latents_need_a_selection_of_the_models_own():
