@@ -555,10 +555,8 @@ class HiSparseCache(Cache):
     def reset(self) -> None:
         """Forget all tokens and counts. Pinned memory and hot buffers stay for the next use."""
         self._refuse_while_recording("reset()")
-        own, torn = (
-            own_of(self.layers),
-            self.change.unfinished,
-        )  # once it is closed there is nothing to change
+        own = own_of(self.layers)  # once it is closed there is nothing to change
+        torn = self.change.unfinished
         with self.change:
             for layer in own:
                 if torn:  # its parts may not fit together: they are built anew

@@ -154,6 +154,8 @@ class DecodeGraphs:
         self._warm: set[tuple[Any, ...]] = set()
         self._refused: str | None = None
         self._said_eager = False
+        self._hooks_of: weakref.ref[PreTrainedModel] | None = None
+        self._hooks: list[dict[int, Any]] = []
 
     def step(self, model: PreTrainedModel, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run `forward(**kwargs)`, from a graph where that is possible."""
@@ -168,6 +170,12 @@ class DecodeGraphs:
             return forward(**kwargs)
         if cache.trace is not None:  # copies every selection to the CPU
             cache.trace.say_eager()
+            return forward(**kwargs)
+        hooked = self._hooked(model)
+        if hooked:
+            self._say_eager(
+                f"{hooked} has a forward hook, which a replay would not run: remove it to have them"
+            )
             return forward(**kwargs)
         tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
         # A graph would read converted weights, which autocast drops at its end.
@@ -263,11 +271,33 @@ class DecodeGraphs:
         self._steps.clear()
         self._warm.clear()
         self._refused = None
+        self._hooks_of = None
 
     def _refuse(self, reason: str) -> None:
         if self._refused is None:
             logger.warning("HiSparse decodes without CUDA graphs: %s", reason)
             self._refused = reason
+
+    def _hooked(self, model: PreTrainedModel) -> str | None:
+        """The kind of a part of the model that has a hook which is neither ours nor transformers' own."""
+        if self._hooks_of is None or self._hooks_of() is not model:
+            parts = [
+                part for part in model.modules() if part is not model
+            ]  # its own run around what is replayed
+            self._hooks = [
+                hooks for part in parts for hooks in (part._forward_pre_hooks, part._forward_hooks)
+            ]
+            self._hooks_of = weakref.ref(model)
+        # Asked in every step, of hundreds of parts.
+        foreign = [hooks for hooks in self._hooks if hooks and any(map(_foreign, hooks.values()))]
+        if not foreign:
+            return None
+        whose = (
+            part
+            for part in model.modules()
+            if foreign[0] is part._forward_pre_hooks or foreign[0] is part._forward_hooks
+        )
+        return type(next(whose)).__name__
 
     def _say_eager(self, reason: str) -> None:
         if not self._said_eager:
@@ -278,6 +308,11 @@ class DecodeGraphs:
         if not self.enabled:
             return "off"
         return self._refused or f"{self.captures} captured, {self.replays} replayed"
+
+
+def _foreign(hook: Any) -> bool:
+    """Whether a forward hook comes from somebody else than transformers, whose own record outputs that a step is asked for."""
+    return not str(getattr(hook, "__module__", "")).startswith(("transformers.", f"{__package__}."))
 
 
 def _says_otherwise(cache: HiSparseCache, mask: torch.Tensor) -> bool:
