@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from long_text import long_text
 from small_model import NAME, load_small_model
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -195,28 +196,31 @@ class Progress(BaseStreamer):
         self.name = name
         self.max_new_tokens = max_new_tokens
         self.times: list[float] = []  # when the prompt went in, then when each token came out
+        self.hooks: list[RemovableHandle] = []
 
     @contextmanager
     def over(self, layers: Iterable[torch.nn.Module]) -> Iterator[None]:
         """Watch `layers` as they run."""
-        hooks = [layer.register_forward_hook(self._layer_done) for layer in layers]
-        self.bar = tqdm(total=len(hooks), desc=f"{self.name}, reading", unit="layer")
+        self.hooks = [layer.register_forward_hook(self._layer_done) for layer in layers]
+        self.bar = tqdm(total=len(self.hooks), desc=f"{self.name}, reading", unit="layer")
         try:
             yield
         finally:
-            self.bar.close()
-            for hook in hooks:
-                hook.remove()
+            self._end_bar()
+
+    def _end_bar(self) -> None:
+        self.bar.close()
+        while self.hooks:  # with hooks no decode step is replayed
+            self.hooks.pop().remove()
 
     def _layer_done(self, *_: object) -> None:
-        if len(self.times) == 1:
-            self.bar.update()
+        self.bar.update()
 
     def put(self, value: torch.Tensor) -> None:
         """Take note of the prompt (the first call) and of each token."""
         self.times.append(time.perf_counter())
         if len(self.times) == 2:
-            self.bar.close()
+            self._end_bar()
             self.bar = tqdm(total=self.max_new_tokens, desc=f"{self.name}, answering", unit="token")
         if len(self.times) >= 2:
             self.bar.update()
