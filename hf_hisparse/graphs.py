@@ -317,7 +317,12 @@ def _foreign(hook: Any) -> bool:
 
 def _says_otherwise(cache: HiSparseCache, mask: torch.Tensor) -> bool:
     """Whether a mask of the keys held changes what a selector has made of them; the GPU is waited for."""
-    return not cache.hosted_layers[0].model_selects and cache.padding.first_change(mask.bool()) is not None
+    if cache.hosted_layers[0].model_selects:
+        return False
+    known = cache.padding.allowed
+    if known is not None and len(known) != len(mask):  # not this cache's batch: refused where it is read
+        return True
+    return cache.padding.first_change(mask) is not None
 
 
 def _is_decode(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:

@@ -91,12 +91,16 @@ class Padding:
             self._hidden = not bool(self.allowed[:, :length].all())
         return self._hidden
 
-    def first_change(self, shown: torch.Tensor) -> int | None:
-        """The first key held of which a mask, bool ``[batch, length]``, says otherwise than when it came; waits for the GPU."""
+    def first_change(self, mask: torch.Tensor) -> int | None:
+        """The first key held of which a mask, ``[batch, length]``, 0 or False for hidden, says otherwise than when it came.
+
+        Waits for the GPU.
+        """
         known = self.allowed
-        changed = ~shown if known is None else shown.to(known.device) != known[:, : shown.shape[1]]
-        positions = changed.any(0).nonzero()
-        return int(positions[0]) if len(positions) else None
+        changed = mask == 0 if known is None else mask.to(known.device) != known[:, : mask.shape[1]]
+        if not changed.any():  # as in all steps of a `generate`: two short kernels
+            return None
+        return int(changed.any(0).nonzero()[0])
 
     def correct(self, shown: torch.Tensor, capacity: int) -> None:
         """Take over what a mask says of the keys held, bool ``[batch, length]``."""
