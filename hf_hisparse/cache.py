@@ -148,10 +148,8 @@ class HiSparseCache(Cache):
             raise ValueError(COMPILED)
         if not isinstance(config, PreTrainedConfig):
             shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
-            wrapped = hasattr(model, "get_base_model")  # by peft
             raise ValueError(
-                f"HiSparseCache: {shown} is neither a transformers model nor a model's config"
-                + (": pass what it wraps, model.get_base_model(), which has the adapters" if wrapped else "")
+                f"HiSparseCache: {shown} is neither a transformers model nor a model's config{_if_wrapped(model)}"
             )
         extra = parse_bytes(prefill_memory, "prefill_memory")
         family = family_of(config, selector, mla_mode, layout, extra, prefetch)
@@ -324,7 +322,7 @@ class HiSparseCache(Cache):
 
         Layers are compared once after each eager call; a replayed step is a `Change` of all of them.
         """
-        _ = self.layers
+        _ = self.layers  # refuses once it is closed
         if self._called and not self.change.unfinished:
             agree = self._layers_agree()
             if not agree:
@@ -725,8 +723,9 @@ class HiSparseCache(Cache):
             If host or device have too little for it.
         """
         if not isinstance(model, PreTrainedModel):
-            wrapped = " (for one of peft, model.get_base_model())" if hasattr(model, "get_base_model") else ""
-            raise ValueError(f"HiSparseCache.load needs the model, not a {type(model).__name__}{wrapped}")
+            raise ValueError(
+                f"HiSparseCache.load needs the model, not a {type(model).__name__}{_if_wrapped(model)}"
+            )
         content = saved.read_index(Path(path))
         saved.check_model(Path(path), content, model)
         cache = cls(model, saved.selector_for(Path(path), content, selector), **settings)
@@ -824,6 +823,13 @@ class HiSparseCache(Cache):
             f"  host: {format_bytes(memory.host_bytes)} in use, {format_bytes(memory.host_reserved_bytes)} held\n"
             f"  CUDA graphs: {self.graphs!r}"
         )
+
+
+def _if_wrapped(model: Any) -> str:
+    """What to do about a model that peft has wrapped, for the end of an error's message; nothing for others."""
+    if not hasattr(model, "get_base_model"):
+        return ""
+    return ": pass what it wraps, model.get_base_model(), which has the adapters"
 
 
 def _check_one_dtype(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:

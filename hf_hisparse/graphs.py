@@ -153,7 +153,7 @@ class DecodeGraphs:
         self._steps: dict[tuple[int, bool], _Step] = {}
         self._warm: set[tuple[Any, ...]] = set()
         self._refused: str | None = None
-        self._said_eager = False
+        self._said: set[str] = set()  # why steps ran eagerly for a while
         self._hooks_of: weakref.ref[PreTrainedModel] | None = None
         self._hooks: list[dict[int, Any]] = []
 
@@ -171,16 +171,10 @@ class DecodeGraphs:
         if cache.trace is not None:  # copies every selection to the CPU
             cache.trace.say_eager()
             return forward(**kwargs)
-        hooked = self._hooked(model)
-        if hooked:
-            self._say_eager(
-                f"{hooked} has a forward hook, which a replay would not run: remove it to have them"
-            )
-            return forward(**kwargs)
         tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        # A graph would read converted weights, which autocast drops at its end.
-        if torch.is_autocast_enabled(tokens.device.type):
-            self._say_eager("torch.autocast is on: leave it out, for a model in bf16 it changes little")
+        passing = self._passing_obstacle(model, tokens.device.type)
+        if passing:
+            self._say_eager(passing)
             return forward(**kwargs)
         length = cache.get_seq_length()
         if mask is None and cache.padding.hides(length, length + 1):  # the layers refuse that
@@ -278,36 +272,43 @@ class DecodeGraphs:
             logger.warning("HiSparse decodes without CUDA graphs: %s", reason)
             self._refused = reason
 
+    def _passing_obstacle(self, model: PreTrainedModel, device: str) -> str | None:
+        """Why a step cannot be replayed now, though others may be; None if it can."""
+        # A graph would read converted weights, which autocast drops at its end.
+        if torch.is_autocast_enabled(device):
+            return "torch.autocast is on: leave it out, for a model in bf16 it changes little"
+        hooked = self._hooked(model)
+        return hooked and f"{hooked} has a forward hook, which a replay would not run: remove it to have them"
+
     def _hooked(self, model: PreTrainedModel) -> str | None:
         """The kind of a part of the model that has a hook which is neither ours nor transformers' own."""
         if self._hooks_of is None or self._hooks_of() is not model:
-            parts = [
-                part for part in model.modules() if part is not model
-            ]  # its own run around what is replayed
-            self._hooks = [
-                hooks for part in parts for hooks in (part._forward_pre_hooks, part._forward_hooks)
-            ]
+            # Not of the model itself: those run around what is replayed.
+            parts = [part for part in model.modules() if part is not model]
+            self._hooks = [hooks for part in parts for hooks in _forward_hooks(part)]
             self._hooks_of = weakref.ref(model)
         # Asked in every step, of hundreds of parts.
         foreign = [hooks for hooks in self._hooks if hooks and any(map(_foreign, hooks.values()))]
         if not foreign:
             return None
         whose = (
-            part
-            for part in model.modules()
-            if foreign[0] is part._forward_pre_hooks or foreign[0] is part._forward_hooks
+            part for part in model.modules() if any(foreign[0] is hooks for hooks in _forward_hooks(part))
         )
         return type(next(whose)).__name__
 
     def _say_eager(self, reason: str) -> None:
-        if not self._said_eager:
+        if reason not in self._said:
             logger.warning("HiSparse decodes without CUDA graphs while %s", reason)
-            self._said_eager = True
+            self._said.add(reason)
 
     def __repr__(self) -> str:
         if not self.enabled:
             return "off"
         return self._refused or f"{self.captures} captured, {self.replays} replayed"
+
+
+def _forward_hooks(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    return part._forward_pre_hooks, part._forward_hooks
 
 
 def _foreign(hook: Any) -> bool:

@@ -61,7 +61,7 @@ class HistoryStream:
             return
         for layer in layers:
             layer.select_afresh(first, shown.shape[1], shown)
-        padding.correct(shown, layers[0].capacity)
+        padding.take(shown, layers[0].capacity)
 
     @contextmanager
     def records(self, layer: HostedLayer, count: int) -> Iterator[torch.Tensor]:

@@ -547,8 +547,9 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         size = self.layout.tokens
         begun, count = first // size, self.layout.count(stop)
         self.state.crop(begun * size)
-        if begun < count:
-            self.pool.wait()
+        if self.model_selects or begun == count:  # a model's own selection is not made of these keys
+            return
+        self.pool.wait()
         for low, high in chunks(count - begun, self.pool.record_nbytes):
             keys, _ = self.layout.unpack(self.pool.read_range(begun + low, begun + high), self.pool.batch)
             tokens = slice((begun + low) * size, min((begun + high) * size, stop))

@@ -74,11 +74,11 @@ class Padding:
         self._noted = stop
 
     def take(self, mask: torch.Tensor, capacity: int) -> None:
-        """Take over a mask of all keys, ``[batch, keys]``, in place."""
+        """Take over what a mask says of all keys so far, ``[batch, keys]``, in place."""
         self._hidden = None
         allowed = self.reserve(mask.shape[0], max(capacity, mask.shape[1]), mask.device)
         allowed[:, : mask.shape[1]] = mask
-        self._noted = mask.shape[1]
+        self._noted = max(self._noted, mask.shape[1])
 
     def hides(self, length: int, total: int) -> bool:
         """Whether masks hid any of the `length` keys held; False for a call whose keys, up to `total`, are noted already.
@@ -101,12 +101,6 @@ class Padding:
         if not changed.any():  # as in all steps of a `generate`: two short kernels
             return None
         return int(changed.any(0).nonzero()[0])
-
-    def correct(self, shown: torch.Tensor, capacity: int) -> None:
-        """Take over what a mask says of the keys held, bool ``[batch, length]``."""
-        self._hidden = None
-        batch, length = shown.shape
-        self.reserve(batch, max(capacity, length), shown.device)[:, :length] = shown
 
     def between(self, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
         """What is known of some keys, bool ``[batch, stop - start]`` or None."""

@@ -30,11 +30,11 @@ PLACES = {
 }
 
 
-def hooked(model: Any, place: str, inner: Callable[[], object]) -> Any:
-    """Let `model` call `inner` at each time that it comes to `place`, but not within `inner`."""
+def once(inner: Callable[[], object]) -> Callable[..., None]:
+    """Call `inner`, but not within itself, whatever it is called with."""
     busy = []
 
-    def hook(module: Any, args: Any) -> None:
+    def guarded(*_: Any) -> None:
         if not busy:
             busy.append(True)
             try:
@@ -42,7 +42,12 @@ def hooked(model: Any, place: str, inner: Callable[[], object]) -> Any:
             finally:
                 busy.clear()
 
-    return PLACES[place](model).register_forward_pre_hook(hook)
+    return guarded
+
+
+def hooked(model: Any, place: str, inner: Callable[[], object]) -> Any:
+    """Let `model` call `inner` at each time that it comes to `place`, but not within `inner`."""
+    return PLACES[place](model).register_forward_pre_hook(once(inner))
 
 
 def answers(model: Any, cache: Any) -> torch.Tensor:
@@ -52,13 +57,18 @@ def answers(model: Any, cache: Any) -> torch.Tensor:
         return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", CASES)
-def test_a_call_without_a_cache(name, place):
+def twins(name: str) -> tuple[Any, Any, dict[str, Any], torch.Tensor]:
+    """A model, its copy, the settings of a cache for that, and what the first one answers with its own cache."""
     build, settings = CASES[name]
     native = build()
     model = copy.deepcopy(native)
-    expected = answers(native, DynamicCache(config=native.config))
+    return native, model, settings, answers(native, DynamicCache(config=native.config))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_without_a_cache(name, place):
+    native, model, settings, expected = twins(name)
     alone = native(prompt(1, 7), use_cache=False).logits
     cache, inner = HiSparseCache(model, **settings), []
     hooked(model, place, lambda: inner.append(model(prompt(1, 7), use_cache=False).logits))
@@ -71,10 +81,7 @@ def test_a_call_without_a_cache(name, place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_call_with_another_cache(place):
-    build, settings = CASES["resident"]
-    native = build()
-    model = copy.deepcopy(native)
-    expected = answers(native, DynamicCache(config=native.config))
+    _, model, settings, expected = twins("resident")
     hooked(model, place, lambda: answers(model, HiSparseCache(model, **settings)))
     torch.testing.assert_close(answers(model, HiSparseCache(model, **settings)), expected, atol=2e-4, rtol=0)
 
@@ -83,10 +90,7 @@ def test_a_call_with_another_cache(place):
 @pytest.mark.parametrize("place", ["before_embedding", "before_layer_0"])
 def test_a_call_with_the_same_cache_is_refused(place, decoder):
     """And the outer one goes on, if the hook takes no notice."""
-    build, settings = CASES["resident"]
-    native = build()
-    model = copy.deepcopy(native)
-    expected = answers(native, DynamicCache(config=native.config))
+    _, model, settings, expected = twins("resident")
     cache = HiSparseCache(model, **settings)
 
     def inner() -> None:
@@ -105,10 +109,7 @@ class Accident(Exception):
 @pytest.mark.parametrize("place", ["before_layer_0", "before_layer_2"])
 def test_an_inner_call_that_is_broken_off(place, error):
     """The outer one goes with it, and both leave nothing behind."""
-    build, settings = CASES["resident"]
-    native = build()
-    model = copy.deepcopy(native)
-    expected = answers(native, DynamicCache(config=native.config))
+    _, model, settings, expected = twins("resident")
     cache = HiSparseCache(model, **settings)
 
     def fail(*args: Any) -> None:
@@ -137,14 +138,12 @@ def test_a_call_without_a_cache_while_a_step_is_captured(name, imagined_graphs):
     model = build()
     cache, inner = HiSparseCache(model, **settings), []
     alone = model(prompt(1, 7), use_cache=False).logits
-    layer, busy = model.model.layers[2], []
+    layer = model.model.layers[2]
     forward = layer.forward
+    call = once(lambda: inner.append(model(prompt(1, 7), use_cache=False).logits))
 
     def patched(*args: Any, **kwargs: Any) -> Any:  # with a hook no step would be captured
-        if not busy:
-            busy.append(True)
-            inner.append(model(prompt(1, 7), use_cache=False).logits)
-            busy.clear()
+        call()
         return forward(*args, **kwargs)
 
     layer.forward = patched
