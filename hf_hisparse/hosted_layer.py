@@ -39,9 +39,8 @@ UNSUPPORTED_ARGUMENTS: tuple[str, ...] = (
     "output_attentions",
     "sliding_window",
 )
-# Attention that reads the host itself computes while it waits for the link, which counts with many lanes; with few, what it does
-# beside costs more than that.
-FEW_LANES = 8
+# Attention that reads the host itself computes while it waits for the link; up to so many lanes what it does beside costs more.
+FEW_LANES = 32
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ from .dispatch import (
 from .early_launch import early_launch, wait_for_previous
 from .miss_plan import HostSource
 
-_TOKENS = 64  # read at a time, in 16-bit types; half as many in fp32
+_TOKENS, _FP32_TOKENS = 128, 32  # read at a time, at most
+_BLOCK_BYTES = 65536  # of the tokens read at a time: they are in shared memory
 _PROGRAMS = 264  # over all lanes: two per multiprocessor of an H100 or H200
-_MAX_SPLITS = 64  # a lane's partial results are merged in one tile
+_MAX_SPLITS = 32  # a lane's partial results are merged in one tile
+_WARP_COLUMNS = 128  # merged by one warp: four of a thread, so that no sum over the splits crosses a warp
 
 
 @triton.jit(
@@ -236,12 +238,16 @@ def gqa_decode(
         )
     # How the tokens are split depends on shapes alone, so the order of all sums does too.
     tokens = k * tokens_per_record
-    token_block = min(block_of(tokens, 16), _TOKENS * 2 // query.element_size())
+    key_block = block_of(key_width, 16)
+    value_block = block_of(value_width, 16)
+    token_bytes = (key_block + value_block) * query.element_size()
+    most_tokens = _TOKENS if query.element_size() == 2 else _FP32_TOKENS
+    token_block = min(block_of(tokens, 16), most_tokens)
+    while token_block * token_bytes > _BLOCK_BYTES and token_block > 16:
+        token_block //= 2
     blocks = ceil_div(tokens, token_block)
     split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // lanes), _MAX_SPLITS))
     splits = ceil_div(blocks, split_blocks)
-    key_block = block_of(key_width, 16)
-    value_block = block_of(value_width, 16)
     partial = query.new_empty(lanes * splits * group * (value_width + 2), dtype=torch.float32)
     output = query.new_empty((lanes, group, value_width))
     with on_device_of(buffer):
@@ -278,7 +284,7 @@ def gqa_decode(
             value_block,
             token_block,
             **early_launch(buffer),
-            num_warps=4 if (key_block + value_block) * query.element_size() <= 512 else 8,
+            num_warps=4 if token_bytes <= 512 else 8,
             num_stages=2,
         )
         _gqa_merge_kernel[(lanes, group)](
@@ -290,7 +296,7 @@ def gqa_decode(
             value_block,
             block_of(splits),
             **early_launch(buffer),
-            num_warps=4,
+            num_warps=ceil_div(value_block, _WARP_COLUMNS),
         )
     return output
 

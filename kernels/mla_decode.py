@@ -18,8 +18,9 @@ _FP32_HEADS, _FP32_ROWS = 16, 32  # without tensor cores
 _STAGES = 2  # blocks of rows in shared memory
 _SPARE_MEMORY = 8192  # bytes of shared memory for what the blocks leave over
 _MULTIPROCESSORS = 132  # of an H100 or H200; fixed, so that the split depends on shapes alone
-_MAX_SPLITS = 64  # a lane's partial results are merged in one tile
-_MERGED_COLUMNS = 128
+_MAX_SPLITS = 32  # a lane's partial results are merged in one tile
+_MERGED_COLUMNS = 512
+_WARP_COLUMNS = 128  # four of a thread, so that no sum over the splits crosses a warp
 
 
 @triton.jit
@@ -193,12 +194,12 @@ def mla_decode(
     rope_width = key_width - value_width
     value_block, rope_block = block_of(value_width, 16), block_of(rope_width, 16)
     row_bytes = (value_block + (rope_block if rope_width else 0)) * buffer.element_size()
-    head_block, row_block = _blocks(
-        heads, row_bytes, buffer.element_size(), _shared_memory(buffer.get_device())
+    head_block, row_block, num_warps = _blocks(
+        lanes, heads, k, row_bytes, buffer.element_size(), _shared_memory(buffer.get_device())
     )
-    num_warps = 4 if head_block == 16 and buffer.element_size() == 2 else 8
     programs = lanes * ceil_div(heads, head_block)
     splits, split_blocks = _split(programs, ceil_div(k, row_block), _MULTIPROCESSORS * 8 // num_warps)
+    merged_columns = min(block_of(value_width, _WARP_COLUMNS), _MERGED_COLUMNS)
 
     output = query.new_empty((lanes, heads, value_width))
     partial, statistics = output, None
@@ -235,7 +236,7 @@ def mla_decode(
             num_stages=_STAGES,
         )
         if splits > 1:
-            _mla_merge_kernel[(lanes * heads, ceil_div(value_width, _MERGED_COLUMNS))](
+            _mla_merge_kernel[(lanes * heads, ceil_div(value_width, merged_columns))](
                 partial,
                 statistics,
                 output,
@@ -243,9 +244,9 @@ def mla_decode(
                 heads,
                 value_width,
                 block_of(splits),
-                _MERGED_COLUMNS,
+                merged_columns,
                 **early_launch(buffer),
-                num_warps=4,
+                num_warps=merged_columns // _WARP_COLUMNS,
             )
     return output
 
@@ -258,9 +259,15 @@ def _shared_memory(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-@functools.cache
-def _blocks(heads: int, row_bytes: int, element_size: int, shared_memory: int) -> tuple[int, int]:
-    """How many heads and rows a product has: what fits of the heads' queries and of `_STAGES` blocks of rows."""
+@functools.lru_cache(maxsize=1024)
+def _blocks(
+    lanes: int, heads: int, k: int, row_bytes: int, element_size: int, shared_memory: int
+) -> tuple[int, int, int]:
+    """How many heads and rows a product has, and the warps of a program.
+
+    As many heads as can be, what fits of their queries and of `_STAGES` blocks of rows: each block of heads reads all rows. Fewer
+    where the GPU has places for more programs than all splits make.
+    """
     most_heads, row_block = (_HEADS, _ROWS) if element_size == 2 else (_FP32_HEADS, _FP32_ROWS)
     head_block = min(block_of(heads, 16), most_heads)
     room = shared_memory - _SPARE_MEMORY
@@ -269,7 +276,15 @@ def _blocks(heads: int, row_bytes: int, element_size: int, shared_memory: int) -
             row_block //= 2
         else:
             head_block //= 2
-    return head_block, row_block
+
+    def programs(head_block: int) -> int:
+        return lanes * ceil_div(heads, head_block) * min(ceil_div(k, row_block), _MAX_SPLITS)
+
+    while head_block > 16 and programs(head_block // 2) <= _MULTIPROCESSORS:
+        head_block //= 2
+    # Two programs of few heads share a multiprocessor, if there are so many.
+    shared = head_block == 16 and element_size == 2 and programs(head_block) > _MULTIPROCESSORS
+    return head_block, row_block, 4 if shared else 8
 
 
 @functools.lru_cache(maxsize=1024)

@@ -131,6 +131,7 @@ SMALL = [
 _WIDE = {"latent": 512, "rope": 64}
 _BIG_SIZES = [
     {"k": 2048, "heads": 128, "lanes": 1, **_WIDE},
+    {"k": 2048, "heads": 64, "lanes": 1, **_WIDE},
     {"k": 2048, "heads": 64, "lanes": 3, **_WIDE},
     {"k": 2047, "heads": 16, "lanes": 8, **_WIDE},
     {"k": 1, "heads": 128, "lanes": 64, **_WIDE},
