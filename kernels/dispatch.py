@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import triton
 
 from .miss_plan import HostSource
 
@@ -26,6 +28,16 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.get_device())
     return _HERE
+
+
+def shared_memory(tensor: torch.Tensor) -> int:
+    """Bytes of shared memory that a program can have on the tensor's GPU; in the interpreter those of an H200."""
+    return _shared_memory(tensor.get_device()) if tensor.is_cuda else 232448
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def block_of(size: int, smallest: int = 1) -> int:

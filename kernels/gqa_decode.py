@@ -16,13 +16,14 @@ from .dispatch import (
     heads_per_row,
     lanes_each,
     on_device_of,
+    shared_memory,
     use_triton,
 )
 from .early_launch import early_launch, wait_for_previous
 from .miss_plan import HostSource
 
 _TOKENS, _FP32_TOKENS = 128, 32  # read at a time, at most
-_BLOCK_BYTES = 65536  # of the tokens read at a time: they are in shared memory
+_BLOCK_BYTES = 65536  # of the tokens read at a time, at most
 _PROGRAMS = 264  # over all lanes: two per multiprocessor of an H100 or H200
 _MAX_SPLITS = 32  # a lane's partial results are merged in one tile
 _WARP_COLUMNS = 128  # merged by one warp: four of a thread, so that no sum over the splits crosses a warp
@@ -236,14 +237,15 @@ def gqa_decode(
         return reference.gqa_decode(
             query, buffer, selection, slots, position, allowed, tokens_per_record, key_width, scaling, source
         )
-    # How the tokens are split depends on shapes alone, so the order of all sums does too.
+    # How the tokens are split depends on shapes and the GPU alone, so the order of all sums does too.
     tokens = k * tokens_per_record
     key_block = block_of(key_width, 16)
     value_block = block_of(value_width, 16)
     token_bytes = (key_block + value_block) * query.element_size()
-    most_tokens = _TOKENS if query.element_size() == 2 else _FP32_TOKENS
-    token_block = min(block_of(tokens, 16), most_tokens)
-    while token_block * token_bytes > _BLOCK_BYTES and token_block > 16:
+    token_block = min(block_of(tokens, 16), _TOKENS if query.element_size() == 2 else _FP32_TOKENS)
+    # Keys and values are in shared memory, which two programs of a multiprocessor have between them.
+    block_bytes = min(_BLOCK_BYTES, shared_memory(buffer) // 2)
+    while token_block * token_bytes > block_bytes and token_block > 16:
         token_block //= 2
     blocks = ceil_div(tokens, token_block)
     split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // lanes), _MAX_SPLITS))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .dispatch import block_of, ceil_div, on_device_of, use_triton
+from .dispatch import block_of, ceil_div, on_device_of, shared_memory, use_triton
 from .early_launch import early_launch, wait_for_previous
 
 _HEADS, _ROWS = 64, 64  # in a product, at most
@@ -195,7 +195,7 @@ def mla_decode(
     value_block, rope_block = block_of(value_width, 16), block_of(rope_width, 16)
     row_bytes = (value_block + (rope_block if rope_width else 0)) * buffer.element_size()
     head_block, row_block, num_warps = _blocks(
-        lanes, heads, k, row_bytes, buffer.element_size(), _shared_memory(buffer.get_device())
+        lanes, heads, k, row_bytes, buffer.element_size(), shared_memory(buffer)
     )
     programs = lanes * ceil_div(heads, head_block)
     splits, split_blocks = _split(programs, ceil_div(k, row_block), _MULTIPROCESSORS * 8 // num_warps)
@@ -249,14 +249,6 @@ def mla_decode(
                 num_warps=merged_columns // _WARP_COLUMNS,
             )
     return output
-
-
-@functools.cache
-def _shared_memory(device: int) -> int:
-    """Bytes of shared memory that a program can have on this GPU; in the interpreter those of an H200."""
-    if device < 0:
-        return 232448
-    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -299,6 +299,12 @@ def test_however_the_tokens_are_split(device, monkeypatch, splits, padded):
     assert_close(gqa_decode(**case.inputs(slots=30, device=device)), case.oracle(), torch.float32)
 
 
+def test_a_gpu_with_little_shared_memory_reads_fewer_tokens_at_a_time(device, monkeypatch):
+    monkeypatch.setattr(gqa_module, "shared_memory", lambda _: 4096)
+    case = make(k=23, tokens=6, padded=True)
+    assert_close(gqa_decode(**case.inputs(slots=30, device=device)), case.oracle(), torch.float32)
+
+
 def test_a_selection_in_int64(device):
     case = make(group=3)
     arguments = case.inputs(slots=8, device=device)

@@ -194,6 +194,23 @@ def test_the_slots_do_not_change_a_bit(device, sizes):
     assert_same_bits("output", first, second)
 
 
+@pytest.mark.parametrize("shared_memory", [65536, 101376, 166912, 232448])
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("lanes, heads, k", [(1, 128, 2048), (1, 64, 2048), (3, 64, 2048), (64, 16, 64)])
+def test_blocks_fit_the_gpu(lanes, heads, k, element_size, shared_memory):
+    row_bytes = 576 * element_size
+    head_block, row_block, warps = module._blocks(lanes, heads, k, row_bytes, element_size, shared_memory)
+    smallest = head_block == row_block == 16
+    assert smallest or (head_block + module._STAGES * row_block) * row_bytes <= shared_memory
+    assert 16 <= head_block <= max(16, heads) and warps in (4, 8)
+
+
+def test_few_lanes_spread_their_heads_over_the_gpu():
+    """Fewer heads at a time where there are places for more programs; as many as can be where there are not."""
+    head_blocks = [module._blocks(lanes, 64, 2048, 1152, 2, 232448)[0] for lanes in (1, 2, 4, 8, 64)]
+    assert head_blocks == [16, 32, 64, 64, 64]
+
+
 @pytest.mark.parametrize("split", [(1, 4), (2, 2), (2, 3), (4, 1)], ids=str)
 def test_any_split(device, monkeypatch, split):
     """Of a selection that is four blocks of rows long."""
