@@ -248,6 +248,14 @@ class HiSparseCache(Cache):
     # ------------------------------------------------------------------ what transformers calls
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether every layer holds keys. Some models ask, to tell a prompt from what follows.
+
+        Transformers' own asks only layers that can be made beforehand: of hosted layers alone it is never true.
+        """
+        return all(layer.is_initialized for layer in self.layers)
+
+    @property
     def hosted_layers(self) -> list[HostedLayer]:
         """The layers whose KV lives on the host."""
         _ = self.layers  # raises once it is closed

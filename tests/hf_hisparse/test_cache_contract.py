@@ -39,6 +39,18 @@ def test_what_generate_asks(model):
     assert cache.is_sliding == [False] * 4
 
 
+@pytest.mark.parametrize("dense_layers", [0, 2])
+def test_it_is_initialized_once_every_layer_is(model, dense_layers):
+    """Where all layers are hosted too."""
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=dense_layers))
+    assert not cache.is_initialized
+    with torch.no_grad():
+        model(prompt(2, 100, device=str(model.device)), past_key_values=cache)
+    assert cache.is_initialized
+    cache.reset()
+    assert not cache.is_initialized
+
+
 @pytest.mark.parametrize("number", [int, torch.tensor])
 def test_crop_as_transformers_calls_it(model, number):
     cache = _prefilled(model)
