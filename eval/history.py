@@ -8,8 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
-from hf_hisparse import HiSparseCache, Quest
-from hf_hisparse.layer_history import LayerHistory
+from hf_hisparse import HiSparseCache, LayerHistory, Quest
 from hf_hisparse.models.family import Family, family_of, native_layers
 from hf_hisparse.models.kv_shape import KvShape
 

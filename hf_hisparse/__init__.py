@@ -2,6 +2,7 @@
 
 from .cache import HiSparseCache
 from .enable import disable, enable
+from .layer_history import LayerHistory
 from .models.quest import Quest
 from .plan_report import Plan
 from .planner import plan
@@ -10,6 +11,7 @@ from .stats import LayerStats, Memory, Stats
 
 __all__ = [
     "HiSparseCache",
+    "LayerHistory",
     "LayerShape",
     "LayerStats",
     "Memory",

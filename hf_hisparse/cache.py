@@ -475,8 +475,7 @@ class HiSparseCache(Cache):
                 raise ValueError(f"put_history: {index} layers are given, the model has {len(self.layers)}")
             if not isinstance(history, LayerHistory):
                 raise ValueError(
-                    f"put_history, layer {index} is of type {type(history).__name__}, must be a "
-                    "hf_hisparse.layer_history.LayerHistory"
+                    f"put_history, layer {index} is of type {type(history).__name__}, must be a hf_hisparse.LayerHistory"
                 )
             first = history if first is None else first
             shape = self._family.kv_shape(index, hosted=isinstance(self.layers[index], HostedLayer))

@@ -168,11 +168,8 @@ class DecodeGraphs:
             or not _only_known(cache, kwargs)
         ):
             return forward(**kwargs)
-        if cache.trace is not None:  # copies every selection to the CPU
-            cache.trace.say_eager()
-            return forward(**kwargs)
         tokens, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        passing = self._passing_obstacle(model, tokens.device.type)
+        passing = self._passing_obstacle(model, cache, tokens.device.type)
         if passing:
             self._say_eager(passing)
             return forward(**kwargs)
@@ -272,8 +269,10 @@ class DecodeGraphs:
             logger.warning("HiSparse decodes without CUDA graphs: %s", reason)
             self._refused = reason
 
-    def _passing_obstacle(self, model: PreTrainedModel, device: str) -> str | None:
+    def _passing_obstacle(self, model: PreTrainedModel, cache: HiSparseCache, device: str) -> str | None:
         """Why a step cannot be replayed now, though others may be; None if it can."""
+        if cache.trace is not None:  # copies every selection to the CPU
+            return f"a trace is being recorded to {cache.trace.path}"
         # A graph would read converted weights, which autocast drops at its end.
         if torch.is_autocast_enabled(device):
             return "torch.autocast is on: leave it out, for a model in bf16 it changes little"

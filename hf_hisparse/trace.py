@@ -99,15 +99,8 @@ class TraceRecorder:
         self.path = path
         self.header = header
         self._cache: HiSparseCache | None = cache
-        self._said_eager = False
         for layer in cache.sparse_layers:
             layer.trace = LayerTrace()
-
-    def say_eager(self) -> None:
-        """Log, once, that decode steps are not replayed from a CUDA graph."""
-        if not self._said_eager:
-            logger.warning("HiSparse decodes without CUDA graphs: a trace is being recorded to %s", self.path)
-            self._said_eager = True
 
     def close(self) -> None:
         """Write the file and end the recording; again, it does nothing.

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_hisparse import HiSparseCache, Quest
-from hf_hisparse.layer_history import LayerHistory
+from hf_hisparse import HiSparseCache, LayerHistory, Quest
 from tests import dsa_models, models, msa_models
 from tests.models import prompt
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_hisparse import HiSparseCache, Quest
-from hf_hisparse.layer_history import LayerHistory
+from hf_hisparse import HiSparseCache, LayerHistory, Quest
 from tests.dsa_models import dsa_twins
 from tests.models import prompt
 from tests.msa_models import msa_twins
