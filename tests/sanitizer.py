@@ -4,7 +4,7 @@
     python -m tests.sanitizer --tools racecheck --kernels mla_decode resolve --seconds 300
 
 Of tests/kernels, what launches a kernel. Tests run up to hundreds of times as long as usual, so a few at a time are dealt to
-processes side by side; what --seconds ends counts as not run. Exit code 1 if anything is found or fails.
+processes side by side; what --seconds ends counts as not run. Exit code 1 if anything is found or fails, or a process breaks off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from eval.environment import write_csv
 
 KERNELS = Path(__file__).parent / "kernels"
 TOOLS = ("memcheck", "racecheck")
-_FINDING = re.compile(r"^=========\s+(Invalid|Error|Race|Misaligned)", re.MULTILINE)
+# What a tool prints while a test runs stands between the test's name and how it ended.
+_FINDING = re.compile(r"=========\s+(?:Invalid|Error|Race|Misaligned)")
+_OUTCOME = re.compile(r"(?:^|\s)(PASSED|FAILED|SKIPPED|ERROR)(?: \(.*\))? +\[ *\d+%\]", re.MULTILINE)
 _COLUMNS = ("tests", "passed", "failed", "skipped", "not_run", "found", "portions", "seen_to_the_end")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
 
@@ -81,23 +83,30 @@ def check(tool: str, tests: list[str], until: float) -> Counter[str]:
     )
     try:
         output, _ = process.communicate(timeout=max(until - time.monotonic(), 0.0))
+        broke_off = process.returncode != 0
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the tool, and the tests that it runs
         output, _ = process.communicate()
-    counts = counted(output, len(tests))
+        broke_off = False
+    counts = counted(output, len(tests), broke_off)
     if counts["found"] or counts["failed"]:
         tqdm.write(output)
     return counts
 
 
-def counted(output: str, tests: int) -> Counter[str]:
-    """How many of so many tests ended how, and what was found, by what pytest and a tool printed."""
-    ended = {outcome: output.count(f" {outcome.upper()}") for outcome in ("passed", "failed", "skipped")}
-    summary = _SUMMARY.search(output)
-    found = int(summary[1]) if summary else len(_FINDING.findall(output))
-    left = tests - sum(ended.values())
+def counted(output: str, tests: int, broke_off: bool = False) -> Counter[str]:
+    """How many of so many tests ended how, and what was found, by what pytest and a tool printed.
+
+    An error beside a test counts as a failure; so does, if no test failed, what a process broke off in of itself.
+    """
+    outcomes = Counter(_OUTCOME.findall(output))
+    failed = outcomes["FAILED"] + outcomes["ERROR"] or int(broke_off)
+    ended = {"passed": outcomes["PASSED"], "failed": failed, "skipped": outcomes["SKIPPED"]}
+    summaries = _SUMMARY.findall(output)
+    found = sum(map(int, summaries)) if summaries else len(_FINDING.findall(output))
+    left = max(tests - sum(ended.values()), 0)  # a test that passed may end in an error
     return Counter(
-        ended, tests=tests, not_run=left, found=found, portions=1, seen_to_the_end=int(summary is not None)
+        ended, tests=tests, not_run=left, found=found, portions=1, seen_to_the_end=int(bool(summaries))
     )
 
 

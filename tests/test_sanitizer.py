@@ -1,6 +1,10 @@
 """What tests/sanitizer.py counts."""
 
-from tests.sanitizer import counted, portions
+import time
+
+import pytest
+
+from tests.sanitizer import check, counted, portions
 
 TESTS = """\
 tests/kernels/test_append.py::test_a[1] PASSED [ 33%]
@@ -33,3 +37,48 @@ def test_a_clean_run():
     clean = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
     counts = counted(TESTS.format("SKIPPED") + clean, 2)
     assert (counts["skipped"], counts["found"], counts["seen_to_the_end"]) == (1, 0, 1)
+
+
+def test_what_a_tool_prints_within_a_test_hides_neither_its_end_nor_the_finding():
+    output = "t.py::test_a ========= Invalid __global__ read of size 4 bytes\n=========     at 0x10\nPASSED [ 50%]\n"
+    counts = counted(output + "t.py::test_b SKIPPED (no GPU here) [100%]\n", 2)
+    assert (counts["passed"], counts["skipped"], counts["not_run"], counts["found"]) == (1, 1, 0, 1)
+
+
+def test_what_pytest_repeats_in_its_summary_is_not_counted_again():
+    counts = counted(
+        TESTS.format("FAILED") + "SKIPPED [1] t.py:6: no GPU\nFAILED t.py::test_b - 3 PASSED\n", 3
+    )
+    assert (counts["passed"], counts["failed"], counts["skipped"], counts["not_run"]) == (1, 1, 0, 1)
+
+
+_BROKEN = """
+import os
+import pytest
+
+@pytest.fixture
+def broken():
+    raise RuntimeError
+
+def test_good(): pass
+def test_error(broken): pass
+def test_crash(): os._exit(139)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "passed", "failed"),
+    [(["good"], 1, 0), (["good", "error"], 1, 1), (["good", "crash"], 1, 1), (["unknown"], 0, 1)],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_fixture_that_fails_and_a_process_that_dies_are_failures(
+    tmp_path, monkeypatch, tests, passed, failed
+):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    file = tmp_path / "test_broken.py"
+    file.write_text(_BROKEN)
+    counts = check("memcheck", [f"{file}::test_{name}" for name in tests], time.monotonic() + 60)
+    assert (counts["passed"], counts["failed"], counts["not_run"]) == (passed, failed, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import DynamicCache
 
+from hf_hisparse import hosted_layer
 from hf_hisparse.models.msa import LAYOUTS
 from tests.generate.parity import assert_parity_of_own_selection as assert_parity
 from tests.generate.scenarios import SCENARIOS, Session
@@ -42,6 +43,14 @@ OTHERS = [scenario for scenario in SCENARIOS if scenario not in EXCLUDED]
 def test_every_scenario(device, scenario):
     """Two groups, and a buffer as small as can be."""
     assert_parity(msa_twins("two_groups", device), scenario, device_buffer_tokens=BUDGET)
+
+
+@pytest.mark.parametrize("scenario", ["greedy_batch", "beams", "crop"])
+def test_attention_that_reads_the_host_itself(device, monkeypatch, scenario):
+    """As with many lanes, more than the models of these tests have."""
+    monkeypatch.setattr(hosted_layer, "FEW_LANES", 0)
+    caches = assert_parity(msa_twins("two_groups", device), scenario, device_buffer_tokens=BUDGET)
+    assert caches[0].stats().misses > 0
 
 
 @pytest.mark.parametrize("scenario", ["greedy_batch", "beams", "crop"])

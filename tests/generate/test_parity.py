@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_hisparse import hosted_layer
 from tests.generate.parity import TOLERANCE, Settings, assert_parity
 from tests.generate.scenarios import CUT_TOKENS, CUTS, LONG, SCENARIOS, Session
 from tests.models import SUPPORTED
@@ -107,6 +108,14 @@ def test_any_bound_between_decode_and_prefill(twins, device, decode_rows, scenar
 def test_slots_hold_what_the_host_holds(twins, device, scenario):
     """`verify=True` compares every step, and changes no answer."""
     assert_parity(twins("qwen3", device), scenario, Settings(buffer=40, verify=True))
+
+
+@pytest.mark.parametrize("scenario", ["left_padded", "beams", "turns", "crop"])
+def test_attention_that_reads_the_host_itself(twins, device, monkeypatch, scenario):
+    """As with many lanes, more than the models of these tests have."""
+    monkeypatch.setattr(hosted_layer, "FEW_LANES", 0)
+    caches = assert_parity(twins("qwen3", device), scenario, Settings(buffer=40, verify=True))
+    assert caches[0].stats().misses > 0
 
 
 def test_the_default_buffer_is_twice_the_budget(twins, device):
