@@ -72,9 +72,7 @@ def test_buffers_that_no_memory_holds(model):
 
 def test_a_history_of_something_else(model):
     cache = HiSparseCache(model, SELECTOR)
-    with pytest.raises(
-        ValueError, match=r"layer 0 is of type int, must be a hf_hisparse\.layer_history\.LayerHistory"
-    ):
+    with pytest.raises(ValueError, match=r"layer 0 is of type int, must be a hf_hisparse\.LayerHistory"):
         cache.put_history([1, 2, 3])
     assert cache.get_seq_length() == 0
 
