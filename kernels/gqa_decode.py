@@ -20,13 +20,12 @@ from .dispatch import (
     use_triton,
 )
 from .early_launch import early_launch, wait_for_previous
+from .merge_splits import MAX_SPLITS, merge_splits
 from .miss_plan import HostSource
 
 _TOKENS, _FP32_TOKENS = 128, 32  # read at a time, at most
 _BLOCK_BYTES = 65536  # of the tokens read at a time, at most
 _PROGRAMS = 264  # over all lanes: two per multiprocessor of an H100 or H200
-_MAX_SPLITS = 32  # a lane's partial results are merged in one tile
-_WARP_COLUMNS = 128  # merged by one warp: four of a thread, so that no sum over the splits crosses a warp
 
 
 @triton.jit(
@@ -53,7 +52,8 @@ def _gqa_split_kernel(
     pool,
     host_rows,
     missing,
-    partial,
+    output,
+    statistics,
     scale,
     query_lane_stride,
     query_row_stride,
@@ -79,8 +79,7 @@ def _gqa_split_kernel(
 ):
     """Programs (lane, split): flash attention over one stretch of the lane's selected tokens.
 
-    Leaves in `partial` the weighted sums of values of all programs, then their maxima, then their sums of
-    weights, per query head.
+    A single split leaves the result; several leave the sum of values, unnormalised, and the maximum and the sum of the weights.
     """
     wait_for_previous(EARLY, launch_next=False)
     RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
@@ -101,7 +100,7 @@ def _gqa_split_kernel(
 
     maximum = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
-    output = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    values = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
     for start in range(0, split_tokens, TOKEN_BLOCK):
         index = split * split_tokens + start + tl.arange(0, TOKEN_BLOCK)
         entry = index // TOKENS
@@ -144,53 +143,19 @@ def _gqa_split_kernel(
         weights = tl.exp2(scores - finite[:, None])
         keep = tl.exp2(maximum - finite)
         total = total * keep + tl.sum(weights, axis=1)
-        output = output * keep[:, None]
-        output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        values = values * keep[:, None]
+        values += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         maximum = new_maximum
 
-    rows = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUP
     at = (lane * tl.num_programs(1) + split) * GROUP + row
-    tl.store(
-        partial + at[:, None] * VALUE_WIDTH + value_column[None, :],
-        output,
-        mask=(row < GROUP)[:, None] & (value_column < VALUE_WIDTH)[None, :],
-    )
-    tl.store(partial + rows * VALUE_WIDTH + at, maximum, mask=row < GROUP)
-    tl.store(partial + rows * (VALUE_WIDTH + 1) + at, total, mask=row < GROUP)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _gqa_merge_kernel(
-    partial,
-    output,
-    splits,
-    GROUP: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Programs (lane, query head): put the splits' partial results together, always in the same order."""
-    wait_for_previous(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1)
-    rows = tl.num_programs(0).to(tl.int64) * splits * GROUP
-    split = tl.arange(0, SPLIT_BLOCK)
-    column = tl.arange(0, VALUE_BLOCK)
-    at = (lane * splits + split) * GROUP + row
-    maximum = tl.load(partial + rows * VALUE_WIDTH + at, mask=split < splits, other=float("-inf"))
-    total = tl.load(partial + rows * (VALUE_WIDTH + 1) + at, mask=split < splits, other=0.0)
-    values = tl.load(
-        partial + at[:, None] * VALUE_WIDTH + column[None, :],
-        mask=(split < splits)[:, None] & (column < VALUE_WIDTH)[None, :],
-        other=0.0,
-    )
-    highest = tl.max(maximum, axis=0)
-    share = tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest))
-    weight = tl.sum(share * total, axis=0)
-    merged = tl.sum(share[:, None] * values, axis=0) / tl.where(weight == 0.0, 1.0, weight)
-    target = output + (lane * GROUP + row) * VALUE_WIDTH + column
-    tl.store(target, merged.to(output.dtype.element_ty), mask=column < VALUE_WIDTH)
+    if statistics is None:
+        values = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    else:
+        tl.store(statistics + at * 2, maximum, mask=row < GROUP)
+        tl.store(statistics + at * 2 + 1, total, mask=row < GROUP)
+    target = output + at[:, None] * VALUE_WIDTH + value_column[None, :]
+    written = (row < GROUP)[:, None] & (value_column < VALUE_WIDTH)[None, :]
+    tl.store(target, values.to(output.dtype.element_ty), mask=written)
 
 
 def gqa_decode(
@@ -248,10 +213,13 @@ def gqa_decode(
     while token_block * token_bytes > block_bytes and token_block > 16:
         token_block //= 2
     blocks = ceil_div(tokens, token_block)
-    split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // lanes), _MAX_SPLITS))
+    split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // lanes), MAX_SPLITS))
     splits = ceil_div(blocks, split_blocks)
-    partial = query.new_empty(lanes * splits * group * (value_width + 2), dtype=torch.float32)
     output = query.new_empty((lanes, group, value_width))
+    partial, statistics = output, None
+    if splits > 1:
+        partial = query.new_empty((lanes, splits, group, value_width), dtype=torch.float32)
+        statistics = query.new_empty((lanes, splits, group, 2), dtype=torch.float32)
     with on_device_of(buffer):
         _gqa_split_kernel[(lanes, splits)](
             query,
@@ -264,6 +232,7 @@ def gqa_decode(
             None if source is None else source.host_rows,
             None if source is None else source.plan.missing,
             partial,
+            statistics,
             scaling * math.log2(math.e),
             query.stride(0),
             query.stride(1),
@@ -289,17 +258,8 @@ def gqa_decode(
             num_warps=4 if token_bytes <= 512 else 8,
             num_stages=2,
         )
-        _gqa_merge_kernel[(lanes, group)](
-            partial,
-            output,
-            splits,
-            group,
-            value_width,
-            value_block,
-            block_of(splits),
-            **early_launch(buffer),
-            num_warps=ceil_div(value_block, _WARP_COLUMNS),
-        )
+        if statistics is not None:
+            merge_splits(partial, statistics, output)
     return output
 
 

@@ -12,15 +12,13 @@ import triton.language as tl
 from . import reference
 from .dispatch import block_of, ceil_div, on_device_of, shared_memory, use_triton
 from .early_launch import early_launch, wait_for_previous
+from .merge_splits import MAX_SPLITS, merge_splits
 
 _HEADS, _ROWS = 64, 64  # in a product, at most
 _FP32_HEADS, _FP32_ROWS = 16, 32  # without tensor cores
 _STAGES = 2  # blocks of rows in shared memory
 _SPARE_MEMORY = 8192  # bytes of shared memory for what the blocks leave over
 _MULTIPROCESSORS = 132  # of an H100 or H200; fixed, so that the split depends on shapes alone
-_MAX_SPLITS = 32  # a lane's partial results are merged in one tile
-_MERGED_COLUMNS = 512
-_WARP_COLUMNS = 128  # four of a thread, so that no sum over the splits crosses a warp
 
 
 @triton.jit
@@ -136,38 +134,6 @@ def _mla_split_kernel(
     tl.store(target, values.to(output.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _mla_merge_kernel(
-    partial,
-    statistics,
-    output,
-    splits,
-    HEADS: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Programs (lane and head, block of columns): put the splits together, always in the same order."""
-    wait_for_previous(EARLY)
-    lane_head = tl.program_id(0)
-    column = tl.program_id(1) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
-    split = tl.arange(0, SPLIT_BLOCK)
-    at = ((lane_head // HEADS).to(tl.int64) * splits + split) * HEADS + lane_head % HEADS
-    maximum = tl.load(statistics + at * 2, mask=split < splits, other=-1.0e38)
-    total = tl.load(statistics + at * 2 + 1, mask=split < splits, other=0.0)
-    values = tl.load(
-        partial + at[:, None] * VALUE_WIDTH + column[None, :],
-        mask=(split < splits)[:, None] & (column < VALUE_WIDTH)[None, :],
-        other=0.0,
-    )
-    share = tl.exp2(maximum - tl.max(maximum, axis=0))
-    weight = tl.sum(share * total, axis=0)
-    merged = tl.sum(share[:, None] * values, axis=0) / tl.where(weight == 0.0, 1.0, weight)
-    target = output + lane_head.to(tl.int64) * VALUE_WIDTH + column
-    tl.store(target, merged.to(output.dtype.element_ty), mask=column < VALUE_WIDTH)
-
-
 def mla_decode(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -199,7 +165,6 @@ def mla_decode(
     )
     programs = lanes * ceil_div(heads, head_block)
     splits, split_blocks = _split(programs, ceil_div(k, row_block), _MULTIPROCESSORS * 8 // num_warps)
-    merged_columns = min(block_of(value_width, _WARP_COLUMNS), _MERGED_COLUMNS)
 
     output = query.new_empty((lanes, heads, value_width))
     partial, statistics = output, None
@@ -235,19 +200,8 @@ def mla_decode(
             num_warps=num_warps,
             num_stages=_STAGES,
         )
-        if splits > 1:
-            _mla_merge_kernel[(lanes * heads, ceil_div(value_width, merged_columns))](
-                partial,
-                statistics,
-                output,
-                splits,
-                heads,
-                value_width,
-                block_of(splits),
-                merged_columns,
-                **early_launch(buffer),
-                num_warps=merged_columns // _WARP_COLUMNS,
-            )
+        if statistics is not None:
+            merge_splits(partial, statistics, output)
     return output
 
 
@@ -270,7 +224,7 @@ def _blocks(
             head_block //= 2
 
     def programs(head_block: int) -> int:
-        return lanes * ceil_div(heads, head_block) * min(ceil_div(k, row_block), _MAX_SPLITS)
+        return lanes * ceil_div(heads, head_block) * min(ceil_div(k, row_block), MAX_SPLITS)
 
     while head_block > 16 and programs(head_block // 2) <= _MULTIPROCESSORS:
         head_block //= 2
@@ -290,7 +244,7 @@ def _split(programs: int, blocks: int, room: int) -> tuple[int, int]:
     def time(splits: int) -> int:
         return ceil_div(programs * splits, room) * (ceil_div(blocks, splits) + (1 if splits == 1 else 3))
 
-    split_blocks = ceil_div(blocks, min(range(1, min(blocks, _MAX_SPLITS) + 1), key=time))
+    split_blocks = ceil_div(blocks, min(range(1, min(blocks, MAX_SPLITS) + 1), key=time))
     return ceil_div(blocks, split_blocks), split_blocks
 
 

@@ -294,7 +294,7 @@ def test_the_models_own_nan_is_not_hidden(device, implementation):
 @pytest.mark.parametrize("padded", [False, True], ids=["all-allowed", "padded"])
 def test_however_the_tokens_are_split(device, monkeypatch, splits, padded):
     monkeypatch.setattr(gqa_module, "_FP32_TOKENS", 16)
-    monkeypatch.setattr(gqa_module, "_MAX_SPLITS", splits)
+    monkeypatch.setattr(gqa_module, "MAX_SPLITS", splits)
     case = make(k=23, tokens=6, padded=padded)
     assert_close(gqa_decode(**case.inputs(slots=30, device=device)), case.oracle(), torch.float32)
 
