@@ -3,16 +3,21 @@
     python -m tests.sanitizer                                # on a GPU; writes eval/results/sanitizer.csv
     python -m tests.sanitizer --tools racecheck --kernels mla_decode resolve --seconds 300
 
-Of tests/kernels, what launches a kernel. Tests run up to hundreds of times as long as usual, so a few at a time are dealt to
-processes side by side; what --seconds ends counts as not run. Exit code 1 if anything is found or fails, or a process breaks off.
+Of tests/kernels, what launches a kernel, and of the kernels, the project's own: torch's would take most of the time, and
+racecheck finds hazards in its attention. Tests run many times as long as usual, so a few at a time are dealt to processes side
+by side; what --seconds ends counts as not run. First each tool must find what is wrong in a kernel made for it
+(tests/faulty_kernels.py).
+Exit code 1 if anything is found or fails, or a process breaks off.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
+import pkgutil
 import re
 import shutil
 import signal
@@ -22,17 +27,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm
+from triton.runtime.jit import KernelInterface
 
+import hisparse_kernels
 from eval.environment import write_csv
 
 KERNELS = Path(__file__).parent / "kernels"
-TOOLS = ("memcheck", "racecheck")
+FAULTS = Path(__file__).parent / "faulty_kernels.py"
+# Each with what it must find in FAULTS.
+TOOLS = {"memcheck": "test_a_read_past_the_end", "racecheck": "test_warps_that_write_to_one_place"}
 # What a tool prints while a test runs stands between the test's name and how it ended.
 _FINDING = re.compile(r"=========\s+(?:Invalid|Error|Race|Misaligned)")
 _OUTCOME = re.compile(r"(?:^|\s)(PASSED|FAILED|SKIPPED|ERROR)(?: \(.*\))? +\[ *\d+%\]", re.MULTILINE)
@@ -40,42 +50,95 @@ _COLUMNS = ("tests", "passed", "failed", "skipped", "not_run", "found", "portion
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
 
 
+@dataclass(frozen=True)
+class Portion:
+    """Tests of one file that one process runs.
+
+    `captures` says that they capture CUDA graphs, and may not allocate memory meanwhile.
+    """
+
+    tests: tuple[str, ...]
+    captures: bool = False
+
+    @property
+    def file(self) -> str:
+        """The kernel that they test."""
+        return Path(self.tests[0].partition("::")[0]).stem.removeprefix("test_")
+
+
 class Collector:
-    """A pytest plugin that keeps the tests that launch kernels: those with the fixture `device`."""
+    """A pytest plugin that keeps the tests that launch kernels, those with the fixture `device`, and which of them capture."""
 
     def __init__(self) -> None:
         self.tests: list[str] = []
+        self.captures: set[str] = set()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         self.tests = [item.nodeid for item in items if "device" in getattr(item, "fixturenames", ())]
+        self.captures = {item.nodeid for item in items if item.get_closest_marker("cuda_graph")}
 
 
-def kernel_tests(names: list[str]) -> list[str]:
-    """Ids of the tests of these kernels; of all where there are no names."""
+def kernel_tests(names: list[str]) -> Collector:
+    """The tests of these kernels; of all where there are no names."""
     files = [str(KERNELS / f"test_{name}.py") for name in names] or [str(KERNELS)]
     collector = Collector()
     with contextlib.redirect_stdout(io.StringIO()):
         failed = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *files], plugins=[collector])
     if failed:
         raise SystemExit(f"no tests of {', '.join(names) or 'the kernels'} could be collected from {KERNELS}")
-    return collector.tests
+    return collector
 
 
-def portions(tests: list[str], together: int) -> Iterator[list[str]]:
+def portions(collected: Collector, together: int) -> Iterator[Portion]:
     """The tests of each file by turns, so that the long ones, which stand side by side, come into several portions."""
-    by_file: dict[str, list[str]] = {}
-    for test in tests:
-        by_file.setdefault(test.partition("::")[0], []).append(test)
-    for of_file in by_file.values():
-        count = -(-len(of_file) // together)
-        yield from (of_file[first::count] for first in range(count))
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for test in collected.tests:
+        groups.setdefault((test.partition("::")[0], test in collected.captures), []).append(test)
+    for (_, captures), tests in groups.items():
+        count = -(-len(tests) // together)
+        yield from (Portion(tuple(tests[first::count]), captures) for first in range(count))
 
 
-def check(tool: str, tests: list[str], until: float) -> Counter[str]:
-    """Run some tests under a tool, and count how they end and what the tool finds; if anything, show what was printed."""
-    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "pytest", *tests]
+def own_kernels() -> list[str]:
+    """Names of the project's kernels."""
+    modules = [name for _, name, _ in pkgutil.iter_modules(hisparse_kernels.__path__)]
+    return sorted(
+        name
+        for module in modules
+        for name, value in vars(importlib.import_module(f"hisparse_kernels.{module}")).items()
+        if name.endswith("_kernel") and isinstance(value, KernelInterface)
+    )
+
+
+def check(tool: str, portion: Portion, kernels: list[str], until: float) -> Counter[str]:
+    """Run some tests under a tool that looks at these kernels, and count how they end and what it finds."""
+    counts, output = run(tool, portion, kernels, until)
+    if counts["found"] or counts["failed"]:
+        tqdm.write(output)
+    return counts
+
+
+def run(tool: str, portion: Portion, kernels: list[str], until: float) -> tuple[Counter[str], str]:
+    """The same, and what was printed."""
+    command = ["compute-sanitizer", "--tool", tool]
+    for kernel in kernels:
+        command += ["--kernel-name", f"kernel_substring={kernel}"]
+    command += [
+        sys.executable,
+        "-m",
+        "pytest",
+        *portion.tests,
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
+    # Memory of its own for each tensor: past the end of one that torch cuts from a larger piece, memcheck sees nothing wrong.
+    own_memory = {} if portion.captures else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     process = subprocess.Popen(
-        [*command, "-v", "-p", "no:cacheprovider", "-p", "no:xdist"],
+        command,
+        env=os.environ | own_memory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -88,10 +151,17 @@ def check(tool: str, tests: list[str], until: float) -> Counter[str]:
         os.killpg(process.pid, signal.SIGKILL)  # the tool, and the tests that it runs
         output, _ = process.communicate()
         broke_off = False
-    counts = counted(output, len(tests), broke_off)
-    if counts["found"] or counts["failed"]:
-        tqdm.write(output)
-    return counts
+    return counted(output, len(portion.tests), broke_off), output
+
+
+def check_tools(tools: list[str], until: float) -> None:
+    """Hold each tool to finding what is wrong in a kernel made for it: a filter that matches no kernel finds nothing anywhere."""
+    for tool in tools:
+        counts, output = run(tool, Portion((f"{FAULTS}::{TOOLS[tool]}",)), ["_faulty_"], until)
+        if not counts["found"]:
+            raise SystemExit(
+                f"{output}\n{tool} does not find {TOOLS[tool]}, so that it finds nothing else says nothing"
+            )
 
 
 def counted(output: str, tests: int, broke_off: bool = False) -> Counter[str]:
@@ -125,15 +195,16 @@ def main() -> None:
     if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
         raise SystemExit("the sanitizer needs a GPU, and compute-sanitizer of the CUDA toolkit on the PATH")
     until = time.monotonic() + args.seconds
+    check_tools(args.tools, until)
+    kernels = own_kernels()
     work = [
         (tool, part) for part in portions(kernel_tests(args.kernels), args.together) for tool in args.tools
     ]
     sums: dict[tuple[str, str], Counter[str]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = pool.map(lambda item: check(*item, until), work)
+        results = pool.map(lambda item: check(*item, kernels, until), work)
         for (tool, part), counts in zip(work, tqdm(results, total=len(work), desc="portions"), strict=True):
-            file = Path(part[0].partition("::")[0]).stem.removeprefix("test_")
-            sums.setdefault((tool, file), Counter()).update(counts)
+            sums.setdefault((tool, part.file), Counter()).update(counts)
     rows: list[dict[str, Any]] = [
         {"tool": tool, "kernel": file} | {name: counts[name] for name in _COLUMNS}
         for (tool, file), counts in sorted(sums.items())

@@ -1,10 +1,23 @@
 """What tests/sanitizer.py counts."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.sanitizer import check, counted, portions
+from tests.sanitizer import (
+    FAULTS,
+    TOOLS,
+    Collector,
+    Portion,
+    check,
+    check_tools,
+    counted,
+    kernel_tests,
+    own_kernels,
+    portions,
+)
 
 TESTS = """\
 tests/kernels/test_append.py::test_a[1] PASSED [ 33%]
@@ -14,10 +27,30 @@ tests/kernels/test_append.py::test_b {} [ 66%]
 
 def test_each_test_is_in_one_portion_and_the_long_ones_of_a_file_are_dealt_out():
     tests = [f"a.py::long[{size}]" for size in range(3)] + [f"a.py::short[{size}]" for size in range(6)]
-    parts = list(portions([*tests, "b.py::test"], together=4))
-    assert sorted(test for part in parts for test in part) == sorted([*tests, "b.py::test"])
-    assert [len(part) for part in parts] == [3, 3, 3, 1]
-    assert all(part[0].startswith("a.py::long") for part in parts[:3])
+    collected = Collector()
+    collected.tests = [*tests, "b.py::test"]
+    parts = list(portions(collected, together=4))
+    assert sorted(test for part in parts for test in part.tests) == sorted(collected.tests)
+    assert [len(part.tests) for part in parts] == [3, 3, 3, 1]
+    assert all(part.tests[0].startswith("a.py::long") for part in parts[:3])
+
+
+def test_tests_that_capture_a_graph_are_among_themselves():
+    collected = kernel_tests(["decode_steps"])
+    parts = list(portions(collected, together=len(collected.tests)))
+    assert [part.captures for part in parts] == [False, True]
+    assert {part.file for part in parts} == {"decode_steps"}
+    assert all("cuda_graph" in test for test in parts[1].tests)
+    assert not any("cuda_graph" in test for test in parts[0].tests)
+
+
+def test_all_kernels_are_looked_at_and_no_other():
+    sources = "".join(path.read_text() for path in Path("kernels").glob("*.py"))
+    assert own_kernels() == sorted(re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE))
+
+
+def test_the_faults_are_there():
+    assert all(f"def {test}(" in FAULTS.read_text() for test in TOOLS.values())
 
 
 def test_a_run_seen_to_the_end():
@@ -52,6 +85,14 @@ def test_what_pytest_repeats_in_its_summary_is_not_counted_again():
     assert (counts["passed"], counts["failed"], counts["skipped"], counts["not_run"]) == (1, 1, 0, 1)
 
 
+def stand_in(folder, monkeypatch):
+    """A compute-sanitizer that finds nothing: it runs the command after its own options."""
+    tool = folder / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift 2; done\nexec "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
 _BROKEN = """
 import os
 import pytest
@@ -74,11 +115,15 @@ def test_crash(): os._exit(139)
 def test_a_fixture_that_fails_and_a_process_that_dies_are_failures(
     tmp_path, monkeypatch, tests, passed, failed
 ):
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    stand_in(tmp_path, monkeypatch)
     file = tmp_path / "test_broken.py"
     file.write_text(_BROKEN)
-    counts = check("memcheck", [f"{file}::test_{name}" for name in tests], time.monotonic() + 60)
+    portion = Portion(tuple(f"{file}::test_{name}" for name in tests))
+    counts = check("memcheck", portion, ["_resolve_kernel"], time.monotonic() + 60)
     assert (counts["passed"], counts["failed"], counts["not_run"]) == (passed, failed, 0)
+
+
+def test_a_tool_that_finds_nothing_wrong_where_something_is_is_not_believed(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch)
+    with pytest.raises(SystemExit, match="memcheck does not find test_a_read_past_the_end"):
+        check_tools(["memcheck"], time.monotonic() + 60)

@@ -147,6 +147,7 @@ def test_kernels_and_references_stay_the_same(device, kind):
 
 
 @GPU
+@pytest.mark.cuda_graph
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in BIG.items()])
 def test_steps_replayed_from_a_cuda_graph(device, kind):
     """One captured step serves them all: whatever changes is read from the tensors."""

@@ -101,6 +101,7 @@ def test_whatever_of_the_page_table_is_there_already(device, monkeypatch, progra
 
 
 @GPU
+@pytest.mark.cuda_graph
 @pytest.mark.parametrize("lanes", [1, 5, 64])
 def test_nothing_is_read_before_it_is_written(device, lanes):
     """All host records change and the selection is made right before each resolve, in one graph."""
