@@ -69,7 +69,9 @@ def seconds(allocate: Callable[[int], Any], size: int, repeats: int) -> list[flo
 def main() -> None:
     """Read the command line, measure, print a table, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.pinning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gib", type=float, nargs="+", default=[0.5, 2, 8])
     parser.add_argument("--repeats", type=int, default=5)

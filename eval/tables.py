@@ -172,7 +172,9 @@ def _digits(value: str | float | None) -> str:
 def main() -> None:
     """Print the table of a CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("csv", type=Path, help=f"the result of eval.{', eval.'.join(TABLES)}")
     path = parser.parse_args().csv

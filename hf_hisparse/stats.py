@@ -13,7 +13,7 @@ class LayerStats:
     ----------
     layer_idx : int
     steps : int
-        Sparse decode steps.
+        Sparse decode steps, one for each token: a short call of several tokens is as many steps.
     selected : int
         Records that were read.
     misses : int
@@ -63,7 +63,7 @@ class Stats:
 
     @property
     def steps(self) -> int:
-        """Sparse decode steps."""
+        """Sparse decode steps, one for each token."""
         return max((layer.steps for layer in self.layers), default=0)
 
     @property

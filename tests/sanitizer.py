@@ -183,7 +183,9 @@ def counted(output: str, tests: int, broke_off: bool = False) -> Counter[str]:
 def main() -> None:
     """Run all, print a line for each tool and file, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.sanitizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--kernels", nargs="*", default=[], help="all if none are named")

@@ -133,7 +133,9 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.capacity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--models", nargs="+", default=["qwen3-8b"], choices=SHAPES)

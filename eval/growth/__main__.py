@@ -84,7 +84,9 @@ def run(model: PreTrainedModel, quest: Quest, tokens: int, ahead: bool) -> dict[
 def main() -> None:
     """Measure, print, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.growth",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="qwen3-4b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=36)

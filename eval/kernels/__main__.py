@@ -308,7 +308,9 @@ def toy_cases() -> Iterator[Callable[[], list[Row]]]:
 def main() -> None:
     """Measure all, print a line each, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true")
     args = parse(parser, "kernels.csv")

@@ -97,7 +97,9 @@ def without_attention(model: PreTrainedModel) -> Iterator[None]:
 def main() -> None:
     """Compare, then run the long prompt; write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.long_prompt",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=131072)

@@ -198,7 +198,7 @@ def compare(model: PreTrainedModel, args: argparse.Namespace, **sizes: Any) -> I
 def main() -> None:
     """Measure, print, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.msa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--histories", type=int, nargs="+", default=[32768, 131072])

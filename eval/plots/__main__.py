@@ -29,7 +29,7 @@ PLOTS = {
 def main() -> None:
     """Read a CSV, write a PNG beside it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.plots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("csv", type=Path, help=f"the result of eval.{', eval.'.join(PLOTS)}")
     parser.add_argument("--output", type=Path, help="default: the CSV's name with .png")

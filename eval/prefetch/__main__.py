@@ -171,7 +171,9 @@ def compare(
 def main() -> None:
     """Measure, print, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.prefetch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--layers", type=int, default=16, help="a multiple of 4: one full, three shared")
     parser.add_argument("--histories", type=int, nargs="+", default=[32768, 131072])

@@ -67,7 +67,9 @@ def compare(
 def main() -> None:
     """Measure, print, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.prefill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=12)

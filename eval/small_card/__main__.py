@@ -134,7 +134,9 @@ def with_trace(cache: HiSparseCache, quest: Quest, prompt: int, steps: int) -> N
 def main() -> None:
     """Read the command line, converse, print, write the CSV."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.small_card",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="qwen3-4b", help=f"one of {', '.join(SHAPES)}, or an id or folder")
     parser.add_argument("--memory", default="16GiB", help="of the card")

@@ -35,7 +35,9 @@ from hf_hisparse import Quest
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval.throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, or a model id or folder")
