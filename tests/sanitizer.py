@@ -46,8 +46,10 @@ TOOLS = {"memcheck": "test_a_read_past_the_end", "racecheck": "test_warps_that_w
 # What a tool prints while a test runs stands between the test's name and how it ended.
 _FINDING = re.compile(r"=========\s+(?:Invalid|Error|Race|Misaligned)")
 _OUTCOME = re.compile(r"(?:^|\s)(PASSED|FAILED|SKIPPED|ERROR)(?: \(.*\))? +\[ *\d+%\]", re.MULTILINE)
+_FAULT = re.compile(r"^=+ .*_faulty_", re.MULTILINE)  # a tool names the kernel
 _COLUMNS = ("tests", "passed", "failed", "skipped", "not_run", "found", "portions", "seen_to_the_end")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
+_running: set[subprocess.Popen[str]] = set()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def kernel_tests(names: list[str]) -> Collector:
     collector = Collector()
     with contextlib.redirect_stdout(io.StringIO()):
         failed = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *files], plugins=[collector])
-    if failed:
+    if failed or not collector.tests:
         raise SystemExit(f"no tests of {', '.join(names) or 'the kernels'} could be collected from {KERNELS}")
     return collector
 
@@ -142,26 +144,52 @@ def run(tool: str, portion: Portion, kernels: list[str], until: float) -> tuple[
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         start_new_session=True,
     )
+    _running.add(process)
     try:
         output, _ = process.communicate(timeout=max(until - time.monotonic(), 0.0))
         broke_off = process.returncode != 0
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the tool, and the tests that it runs
+        end(process)
         output, _ = process.communicate()
         broke_off = False
+    _running.discard(process)
     return counted(output, len(portion.tests), broke_off), output
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a tool and the tests that it runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def workers(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads to run tools in; what still runs when they are left is ended: Ctrl-C reaches no process in a session of its own."""
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(_running):
+            end(process)
 
 
 def check_tools(tools: list[str], until: float) -> None:
     """Hold each tool to finding what is wrong in a kernel made for it: a filter that matches no kernel finds nothing anywhere."""
     for tool in tools:
         counts, output = run(tool, Portion((f"{FAULTS}::{TOOLS[tool]}",)), ["_faulty_"], until)
-        if not counts["found"]:
+        if counts["found"] and _FAULT.search(output):
+            continue
+        if time.monotonic() >= until:
             raise SystemExit(
-                f"{output}\n{tool} does not find {TOOLS[tool]}, so that it finds nothing else says nothing"
+                f"{output}\n--seconds are over before {tool} has found {TOOLS[tool]}: give it more"
             )
+        raise SystemExit(
+            f"{output}\n{tool} does not find {TOOLS[tool]}, so that it finds nothing else says nothing"
+        )
 
 
 def counted(output: str, tests: int, broke_off: bool = False) -> Counter[str]:
@@ -180,6 +208,14 @@ def counted(output: str, tests: int, broke_off: bool = False) -> Counter[str]:
     )
 
 
+def at_least_one(text: str) -> int:
+    """A number from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def main() -> None:
     """Run all, print a line for each tool and file, write the CSV."""
     parser = argparse.ArgumentParser(
@@ -189,21 +225,21 @@ def main() -> None:
     )
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--kernels", nargs="*", default=[], help="all if none are named")
-    parser.add_argument("--jobs", type=int, default=12, help="processes side by side")
-    parser.add_argument("--together", type=int, default=8, help="tests of a process")
+    parser.add_argument("--jobs", type=at_least_one, default=12, help="processes side by side")
+    parser.add_argument("--together", type=at_least_one, default=8, help="tests of a process")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--output", type=Path, default=Path("eval/results/sanitizer.csv"))
     args = parser.parse_args()
     if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
         raise SystemExit("the sanitizer needs a GPU, and compute-sanitizer of the CUDA toolkit on the PATH")
     until = time.monotonic() + args.seconds
-    check_tools(args.tools, until)
     kernels = own_kernels()
     work = [
         (tool, part) for part in portions(kernel_tests(args.kernels), args.together) for tool in args.tools
     ]
     sums: dict[tuple[str, str], Counter[str]] = {}
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with workers(args.jobs) as pool:
+        check_tools(args.tools, until)
         results = pool.map(lambda item: check(*item, kernels, until), work)
         for (tool, part), counts in zip(work, tqdm(results, total=len(work), desc="portions"), strict=True):
             sums.setdefault((tool, part.file), Counter()).update(counts)

@@ -1,11 +1,15 @@
 """What tests/sanitizer.py counts."""
 
+import os
 import re
+import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import sanitizer
 from tests.sanitizer import (
     FAULTS,
     TOOLS,
@@ -17,6 +21,7 @@ from tests.sanitizer import (
     kernel_tests,
     own_kernels,
     portions,
+    workers,
 )
 
 TESTS = """\
@@ -85,10 +90,10 @@ def test_what_pytest_repeats_in_its_summary_is_not_counted_again():
     assert (counts["passed"], counts["failed"], counts["skipped"], counts["not_run"]) == (1, 1, 0, 1)
 
 
-def stand_in(folder, monkeypatch):
-    """A compute-sanitizer that finds nothing: it runs the command after its own options."""
+def stand_in(folder, monkeypatch, does='while [ "${1#--}" != "$1" ]; do shift 2; done\nexec "$@"'):
+    """A compute-sanitizer that, if nothing else is said, finds nothing: it runs the command after its own options."""
     tool = folder / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift 2; done\nexec "$@"\n')
+    tool.write_text(f"#!/bin/sh\n{does}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
@@ -127,3 +132,66 @@ def test_a_tool_that_finds_nothing_wrong_where_something_is_is_not_believed(tmp_
     stand_in(tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match="memcheck does not find test_a_read_past_the_end"):
         check_tools(["memcheck"], time.monotonic() + 60)
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "========= Error: No attachable process found. compute-sanitizer timed-out.",
+        "========= Program hit CUDA_ERROR_NOT_FOUND (error 500) on CUDA API call\n========= ERROR SUMMARY: 1 error",
+    ],
+    ids=["the-tool-itself-fails", "not-in-a-kernel"],
+)
+def test_what_is_found_elsewhere_than_in_the_kernel_does_not_count(tmp_path, monkeypatch, printed):
+    stand_in(tmp_path, monkeypatch, f"echo '{printed}'")
+    with pytest.raises(SystemExit, match="memcheck does not find"):
+        check_tools(["memcheck"], time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("tool, kernel", [("memcheck", "read"), ("racecheck", "write")])
+def test_a_tool_that_names_the_kernel_is_believed(tmp_path, monkeypatch, tool, kernel):
+    printed = f"========= Error: something\n=========     at _faulty_{kernel}_kernel+0x90\n========= ERROR SUMMARY: 1 error"
+    stand_in(tmp_path, monkeypatch, f"echo '{printed}'")
+    check_tools([tool], time.monotonic() + 60)
+
+
+def test_a_tool_that_has_no_time_is_not_blamed(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, "sleep 60")
+    with pytest.raises(SystemExit, match="--seconds are over"):
+        check_tools(["memcheck"], time.monotonic() + 0.1)
+
+
+def test_bytes_that_are_no_text_are_no_end(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, r"printf '\377\n========= ERROR SUMMARY: 2 errors\n'")
+    counts = check("memcheck", Portion(("a.py::test",)), [], time.monotonic() + 60)
+    assert counts["found"] == 2
+
+
+def test_ctrl_c_ends_what_runs_and_begins_no_more(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/started\nexec sleep 60")
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), workers(2) as pool:
+        list(pool.map(lambda _: check("memcheck", Portion(("a.py::test",)), [], began + 60), range(4)))
+    pool.shutdown()
+    assert time.monotonic() - began < 30
+    started = (tmp_path / "started").read_text().split()
+    assert len(started) == 2
+    assert not any(Path(f"/proc/{process}").exists() for process in started)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "quiet"])
+def test_kernels_that_no_test_launches_are_named(tmp_path, monkeypatch, name):
+    (tmp_path / "test_quiet.py").write_text("def test_that_launches_nothing(): pass")
+    monkeypatch.setattr(sanitizer, "KERNELS", tmp_path)
+    with pytest.raises(SystemExit, match=f"no tests of {name}"):
+        kernel_tests([name])
+
+
+@pytest.mark.parametrize("option", ["--jobs", "--together"])
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_fewer_than_one_is_named(monkeypatch, capsys, option, number):
+    monkeypatch.setattr("sys.argv", ["sanitizer", option, number])
+    with pytest.raises(SystemExit):
+        sanitizer.main()
+    assert f"{option}: must be at least 1, got {number}" in capsys.readouterr().err
