@@ -198,6 +198,11 @@ def gqa_decode(
         heads = heads_per_row(lanes, allowed.shape[0], "allowed")
     if source is not None:
         heads = check_source(source, selection, buffer)
+        if allowed is not None and allowed.shape[0] != source.host_rows.shape[0]:
+            raise ValueError(
+                f"allowed must have a row for each of the source's {source.host_rows.shape[0]} batch rows, "
+                f"got {allowed.shape[0]}"
+            )
     if not use_triton(buffer):
         return reference.gqa_decode(
             query, buffer, selection, slots, position, allowed, tokens_per_record, key_width, scaling, source

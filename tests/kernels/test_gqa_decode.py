@@ -339,6 +339,16 @@ def test_addresses_beyond_int32(device):
     assert_same_bits("output", gqa_decode(**arguments), want)
 
 
+def test_padding_of_another_batch_than_the_source_is_named():
+    case = make(batch=2, padded=True)
+    inputs = case.inputs(slots=8)
+    source = left_on_the_host(inputs, case.history, heads=2)
+    with pytest.raises(
+        ValueError, match="allowed must have a row for each of the source's 2 batch rows, got 1"
+    ):
+        gqa_decode(**inputs | {"allowed": inputs["allowed"][:1]}, source=source)
+
+
 @pytest.mark.parametrize("spoil, name", WRONG_SOURCES)
 def test_a_wrong_source_is_named(spoil, name):
     case = make()
