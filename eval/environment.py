@@ -65,7 +65,7 @@ def conditions() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "link_GB_per_s": round(link_bandwidth() / 1e9, 1),
         "memory_GB_per_s": round(memory_bandwidth() / 1e9, 1),
-        "command": "python -m " + shlex.join([_program(), *_arguments()]),
+        "command": "python -m " + shlex.join([program(), *_arguments()]),
     }
 
 
@@ -79,7 +79,8 @@ def _arguments() -> list[str]:
     return arguments
 
 
-def _program() -> str:
+def program() -> str:
+    """The module that runs, as `python -m` takes it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return (spec.name if spec else sys.argv[0]).removesuffix(".__main__")
 

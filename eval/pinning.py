@@ -8,7 +8,6 @@ Each row is fresh memory: the median of some allocations, each given back before
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -19,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from eval.environment import write_csv
+from eval.flags import command_line
 from eval.output import parse
 from hf_hisparse.host_memory import PinnedArea, touch
 
@@ -68,11 +68,7 @@ def seconds(allocate: Callable[[int], Any], size: int, repeats: int) -> list[flo
 
 def main() -> None:
     """Read the command line, measure, print a table, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.pinning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--gib", type=float, nargs="+", default=[0.5, 2, 8])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")

@@ -7,11 +7,11 @@ Which table: what the file's name begins with.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from eval.environment import read_csv
+from eval.flags import command_line
 
 Row = dict[str, str]
 Lines = Iterable[Sequence[str]]
@@ -171,11 +171,7 @@ def _digits(value: str | float | None) -> str:
 
 def main() -> None:
     """Print the table of a CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.tables",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("csv", type=Path, help=f"the result of eval.{', eval.'.join(TABLES)}")
     path = parser.parse_args().csv
     kind = next((name for name in TABLES if path.stem.startswith(name)), None)

@@ -20,7 +20,7 @@ from .dispatch import (
     use_triton,
 )
 from .early_launch import early_launch, wait_for_previous
-from .merge_splits import MAX_SPLITS, merge_splits
+from .merge_splits import MAX_SPLITS, merge_splits, split_results
 from .miss_plan import HostSource
 
 _TOKENS, _FP32_TOKENS = 128, 32  # read at a time, at most
@@ -221,10 +221,7 @@ def gqa_decode(
     split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // lanes), MAX_SPLITS))
     splits = ceil_div(blocks, split_blocks)
     output = query.new_empty((lanes, group, value_width))
-    partial, statistics = output, None
-    if splits > 1:
-        partial = query.new_empty((lanes, splits, group, value_width), dtype=torch.float32)
-        statistics = query.new_empty((lanes, splits, group, 2), dtype=torch.float32)
+    partial, statistics = split_results(output, splits)
     with on_device_of(buffer):
         _gqa_split_kernel[(lanes, splits)](
             query,

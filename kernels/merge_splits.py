@@ -47,6 +47,15 @@ def _merge_splits_kernel(
     tl.store(target, merged.to(output.dtype.element_ty), mask=column < VALUE_WIDTH)
 
 
+def split_results(output: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where so many splits leave their results: `partial` and `statistics` of `merge_splits`; one split `output` and None."""
+    if splits == 1:
+        return output, None
+    lanes, heads, value_width = output.shape
+    partial = output.new_empty((lanes, splits, heads, value_width), dtype=torch.float32)
+    return partial, output.new_empty((lanes, splits, heads, 2), dtype=torch.float32)
+
+
 def merge_splits(partial: torch.Tensor, statistics: torch.Tensor, output: torch.Tensor) -> None:
     """Merge partial results of flash attention by their maxima, always in the same order.
 

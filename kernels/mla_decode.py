@@ -12,7 +12,7 @@ import triton.language as tl
 from . import reference
 from .dispatch import block_of, ceil_div, on_device_of, shared_memory, use_triton
 from .early_launch import early_launch, wait_for_previous
-from .merge_splits import MAX_SPLITS, merge_splits
+from .merge_splits import MAX_SPLITS, merge_splits, split_results
 
 _HEADS, _ROWS = 64, 64  # in a product, at most
 _FP32_HEADS, _FP32_ROWS = 16, 32  # without tensor cores
@@ -167,10 +167,7 @@ def mla_decode(
     splits, split_blocks = _split(programs, ceil_div(k, row_block), _MULTIPROCESSORS * 8 // num_warps)
 
     output = query.new_empty((lanes, heads, value_width))
-    partial, statistics = output, None
-    if splits > 1:
-        partial = query.new_empty((lanes, splits, heads, value_width), dtype=torch.float32)
-        statistics = query.new_empty((lanes, splits, heads, 2), dtype=torch.float32)
+    partial, statistics = split_results(output, splits)
     with on_device_of(buffer):
         _mla_split_kernel[(programs * splits,)](
             query,

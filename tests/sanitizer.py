@@ -38,6 +38,9 @@ from triton.runtime.jit import KernelInterface
 
 import hisparse_kernels
 from eval.environment import write_csv
+from eval.flags import command_line
+from eval.output import RESULTS
+from hisparse_kernels.dispatch import ceil_div
 
 KERNELS = Path(__file__).parent / "kernels"
 FAULTS = Path(__file__).parent / "faulty_kernels.py"
@@ -97,7 +100,7 @@ def portions(collected: Collector, together: int) -> Iterator[Portion]:
     for test in collected.tests:
         groups.setdefault((test.partition("::")[0], test in collected.captures), []).append(test)
     for (_, captures), tests in groups.items():
-        count = -(-len(tests) // together)
+        count = ceil_div(len(tests), together)
         yield from (Portion(tuple(tests[first::count]), captures) for first in range(count))
 
 
@@ -125,17 +128,7 @@ def run(tool: str, portion: Portion, kernels: list[str], until: float) -> tuple[
     command = ["compute-sanitizer", "--tool", tool]
     for kernel in kernels:
         command += ["--kernel-name", f"kernel_substring={kernel}"]
-    command += [
-        sys.executable,
-        "-m",
-        "pytest",
-        *portion.tests,
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
+    command += [sys.executable, "-m", "pytest", "-v", "-pno:cacheprovider", "-pno:xdist", *portion.tests]
     # Memory of its own for each tensor: past the end of one that torch cuts from a larger piece, memcheck sees nothing wrong.
     own_memory = {} if portion.captures else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     process = subprocess.Popen(
@@ -218,17 +211,13 @@ def at_least_one(text: str) -> int:
 
 def main() -> None:
     """Run all, print a line for each tool and file, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.sanitizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--kernels", nargs="*", default=[], help="all if none are named")
     parser.add_argument("--jobs", type=at_least_one, default=12, help="processes side by side")
     parser.add_argument("--together", type=at_least_one, default=8, help="tests of a process")
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/sanitizer.csv"))
+    parser.add_argument("--output", type=Path, default=RESULTS / "sanitizer.csv")
     args = parser.parse_args()
     if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
         raise SystemExit("the sanitizer needs a GPU, and compute-sanitizer of the CUDA toolkit on the PATH")

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from eval.capacity.card import Card
 from eval.decoding import CONTENDERS, Contenders, Run, decode
 from eval.environment import conditions, limit_to, merge_rows, write_csv
+from eval.flags import command_line
 from eval.output import parse
 from eval.selections import Synthetic
 from eval.shapes import SHAPES, build
@@ -132,11 +133,7 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.capacity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", default=["qwen3-8b"], choices=SHAPES)
     add("--memory", nargs="*", default=["24GiB", "48GiB"], help="of the card")

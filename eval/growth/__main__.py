@@ -11,7 +11,6 @@ the longest step while memory is pinned beside it, or nothing happens.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.environment import free_memory, write_csv
+from eval.flags import command_line
 from eval.output import parse
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest
@@ -83,11 +83,7 @@ def run(model: PreTrainedModel, quest: Quest, tokens: int, ahead: bool) -> dict[
 
 def main() -> None:
     """Measure, print, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.growth",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="qwen3-4b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of the prompt")

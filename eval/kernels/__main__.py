@@ -19,7 +19,6 @@ link, and what attention reads at that of the GPU's memory, both measured in the
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 from eval.environment import conditions, memory_bandwidth, write_csv
+from eval.flags import command_line
 from eval.kernels.timing import DEVICE, microseconds
 from eval.kernels.workload import Workload
 from eval.output import parse
@@ -307,11 +307,7 @@ def toy_cases() -> Iterator[Callable[[], list[Row]]]:
 
 def main() -> None:
     """Measure all, print a line each, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true")
     args = parse(parser, "kernels.csv")
     if DEVICE == "cpu" and not args.quick:

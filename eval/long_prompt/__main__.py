@@ -11,7 +11,6 @@ time with an indexer and an attention that do nothing: the difference is what th
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ import torch
 from transformers import Cache, DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache, PreTrainedModel
 
 from eval.environment import write_csv
+from eval.flags import command_line
 from eval.output import parse
 from eval.shapes import TOY_DSA
 from hf_hisparse import HiSparseCache, disable
@@ -96,11 +96,7 @@ def without_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def main() -> None:
     """Compare, then run the long prompt; write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.long_prompt",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--compare", type=int, default=6144)

@@ -28,7 +28,7 @@ from accelerate import PartialState
 
 from eval import models
 from eval.environment import conditions, read_csv, write_csv
-from eval.flags import both_spellings
+from eval.flags import both_spellings, command_line
 from eval.journal import claim, digest, write_whole
 from eval.json_files import read_json
 from eval.longbench.compare import compare, compare_settings
@@ -54,11 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.longbench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items()),
+    parser = command_line(
+        __doc__, epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items())
     )
     add = both_spellings(parser)
     which = parser.add_mutually_exclusive_group()

@@ -26,6 +26,7 @@ from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3V
 
 from eval.decode_steps import gpu_step_time, step_times
 from eval.environment import conditions, free_memory, write_csv
+from eval.flags import command_line
 from eval.floors import beside, bytes_read
 from eval.history import fill
 from eval.output import parse
@@ -197,9 +198,7 @@ def compare(model: PreTrainedModel, args: argparse.Namespace, **sizes: Any) -> I
 
 def main() -> None:
     """Measure, print, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.msa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--histories", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from eval import models
 from eval.answers import answer
 from eval.environment import conditions, write_csv
-from eval.flags import both_spellings
+from eval.flags import both_spellings, command_line
 from eval.journal import Journal, claim, read_journals
 from eval.methods import METHODS, Caches, Method
 from eval.needle.heatmap import draw
@@ -50,11 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.needle",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items()),
+    parser = command_line(
+        __doc__, epilog="methods:\n" + "\n".join(f"  {name:18} {what}" for name, what in METHODS.items())
     )
     add = both_spellings(parser)
     add("--model", help="hub id or folder of a causal language model (SmolLM2-135M-Instruct)")

@@ -7,10 +7,10 @@ Needs matplotlib (`pip install -e ".[eval]"`). Which plot: what the file's name 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from eval.environment import read_csv
+from eval.flags import command_line
 from eval.plots.capacity import plot_capacity
 from eval.plots.kernels import plot_kernels
 from eval.plots.msa import plot_msa
@@ -28,9 +28,7 @@ PLOTS = {
 
 def main() -> None:
     """Read a CSV, write a PNG beside it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.plots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("csv", type=Path, help=f"the result of eval.{', eval.'.join(PLOTS)}")
     parser.add_argument("--output", type=Path, help="default: the CSV's name with .png")
     args = parser.parse_args()

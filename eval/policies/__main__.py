@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from eval.environment import conditions, write_csv
+from eval.flags import command_line
 from eval.output import default_output
 from eval.policies.plot import draw
 from eval.policies.record import real_prompt, record, toy_prompt
@@ -29,11 +30,7 @@ from hf_hisparse import Quest
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.policies",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--trace", type=Path, help="replay this trace instead of recording one")
     add("--save-trace", type=Path, help="keep the recorded trace here")

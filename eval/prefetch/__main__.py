@@ -14,7 +14,6 @@ program can switch it on.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedModel
 
 from eval.decode_steps import gpu_step_time
 from eval.environment import conditions, write_csv
+from eval.flags import command_line
 from eval.history import fill
 from eval.output import parse
 from eval.shapes import TOY_DSA
@@ -170,11 +170,7 @@ def compare(
 
 def main() -> None:
     """Measure, print, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.prefetch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, default=16, help="a multiple of 4: one full, three shared")
     parser.add_argument("--histories", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--batch", type=int, default=8)

@@ -9,7 +9,6 @@ given apart: it pins the host memory that later prompts use again.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.environment import write_csv
+from eval.flags import command_line
 from eval.output import parse
 from eval.shapes import SHAPES, build
 from hf_hisparse import HiSparseCache, Quest
@@ -66,11 +66,7 @@ def compare(
 
 def main() -> None:
     """Measure, print, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.prefill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=131072)

@@ -16,7 +16,6 @@ of HiSparse's paper, see eval.traces) in place of Quest's choice: rows with sele
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import statistics
@@ -33,6 +32,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.answers import Clock, generate_exactly
 from eval.environment import free_memory, limit_to, write_csv
+from eval.flags import command_line
 from eval.output import parse
 from eval.selections import Synthetic, play
 from eval.shapes import SHAPES, build
@@ -133,11 +133,7 @@ def with_trace(cache: HiSparseCache, quest: Quest, prompt: int, steps: int) -> N
 
 def main() -> None:
     """Read the command line, converse, print, write the CSV."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.small_card",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="qwen3-4b", help=f"one of {', '.join(SHAPES)}, or an id or folder")
     parser.add_argument("--memory", default="16GiB", help="of the card")
     parser.add_argument("--tokens", type=int, default=131072, help="of the prompt")

@@ -26,6 +26,7 @@ import torch
 
 from eval.decoding import CONTENDERS, Contenders, Run, decode
 from eval.environment import conditions, write_csv
+from eval.flags import command_line
 from eval.output import parse
 from eval.selections import Recorded, Synthetic, Workload
 from eval.shapes import SHAPES, build
@@ -34,11 +35,7 @@ from hf_hisparse import Quest
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--model", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, or a model id or folder")
     add("--contexts", type=int, nargs="+", default=[32768], help="tokens held per row")
