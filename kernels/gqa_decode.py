@@ -28,6 +28,15 @@ _BLOCK_BYTES = 65536  # of the tokens read at a time, at most
 _PROGRAMS = 264  # over all lanes: two per multiprocessor of an H100 or H200
 
 
+@triton.jit
+def _load_entries(selection, slots, index, k, TOKENS: tl.constexpr):
+    """Records and slots that the tokens `index` of a selection are in; record -1 where nothing is selected."""
+    entry = index // TOKENS
+    record = tl.load(selection + entry, mask=entry < k, other=-1)
+    slot = tl.load(slots + entry, mask=entry < k, other=-1)
+    return record.to(tl.int64), slot.to(tl.int64)
+
+
 @triton.jit(
     do_not_specialize=[
         "selection_stride",
@@ -85,9 +94,10 @@ def _gqa_split_kernel(
     RECORD_WIDTH: tl.constexpr = TOKENS * (KEY_WIDTH + VALUE_WIDTH)
     lane = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    last = tl.load(position + lane // stretch)
     selection += lane * selection_stride
     slots += lane * k
+    first = split * split_tokens + tl.arange(0, TOKEN_BLOCK)
+    last = tl.load(position + lane // stretch)
     buffer += lane // sharing * slot_count * RECORD_WIDTH
     row = tl.arange(0, GROUP_BLOCK)
     key_column = tl.arange(0, KEY_BLOCK)
@@ -98,19 +108,21 @@ def _gqa_split_kernel(
         other=0.0,
     )
 
+    # Slots are loaded a step before the tokens they point to, so that no step waits for memory twice.
+    next_record, next_slot = _load_entries(selection, slots, first, k, TOKENS)
     maximum = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     values = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
     for start in range(0, split_tokens, TOKEN_BLOCK):
-        index = split * split_tokens + start + tl.arange(0, TOKEN_BLOCK)
+        index = first + start
         entry = index // TOKENS
         within = index % TOKENS
-        record = tl.load(selection + entry, mask=entry < k, other=-1).to(tl.int64)
+        record, slot = next_record, next_slot
+        next_record, next_slot = _load_entries(selection, slots, index + TOKEN_BLOCK, k, TOKENS)
         token = record * TOKENS + within
         readable = (record >= 0) & (token <= last)
         if allowed is not None:
             readable &= tl.load(allowed + lane // heads * allowed_stride + token, mask=readable, other=0) != 0
-        slot = tl.load(slots + entry, mask=record >= 0, other=0).to(tl.int64)
 
         # A slot may hold anything where its record has no token yet: what is not readable is not read either.
         base = buffer + slot * RECORD_WIDTH
@@ -120,7 +132,7 @@ def _gqa_split_kernel(
             host_row = tl.load(
                 host_rows + lane // heads * host_rows_stride + record, mask=record >= 0, other=0
             )
-            absent = tl.load(missing + lane * k + entry, mask=record >= 0, other=0) != 0
+            absent = tl.load(missing + lane * k + entry, mask=entry < k, other=0) != 0
             host_lane = host_row * heads + lane % heads
             slot_at = base
             base = tl.where(absent, pool + (record * host_lanes + host_lane) * RECORD_WIDTH, base)

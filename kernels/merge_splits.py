@@ -14,36 +14,37 @@ _COLUMNS = 512
 _WARP_COLUMNS = 128  # four of a thread, so that no sum over the splits crosses a warp
 
 
-@triton.jit(do_not_specialize=["splits", "heads"])
+@triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
     partial,
     statistics,
     output,
     splits,
-    heads,
+    HEADS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs (lane and head, block of columns)."""
-    wait_for_previous(EARLY)
-    lane_head = tl.program_id(0)
-    column = tl.program_id(1) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
+    """Programs (lane, head, block of columns)."""
+    lane = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
     split = tl.arange(0, SPLIT_BLOCK)
-    at = ((lane_head // heads).to(tl.int64) * splits + split) * heads + lane_head % heads
-    maximum = tl.load(statistics + at * 2, mask=split < splits, other=float("-inf"))
-    total = tl.load(statistics + at * 2 + 1, mask=split < splits, other=0.0)
+    at = (lane * splits + split) * HEADS + head
+    wait_for_previous(EARLY)
     values = tl.load(
         partial + at[:, None] * VALUE_WIDTH + column[None, :],
         mask=(split < splits)[:, None] & (column < VALUE_WIDTH)[None, :],
         other=0.0,
     )
+    maximum = tl.load(statistics + at * 2, mask=split < splits, other=float("-inf"))
+    total = tl.load(statistics + at * 2 + 1, mask=split < splits, other=0.0)
     highest = tl.max(maximum, axis=0)
     share = tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest))  # -inf - -inf would be NaN
     weight = tl.sum(share * total, axis=0)
     merged = tl.sum(share[:, None] * values, axis=0) / tl.where(weight == 0.0, 1.0, weight)
-    target = output + lane_head.to(tl.int64) * VALUE_WIDTH + column
+    target = output + (lane * HEADS + head) * VALUE_WIDTH + column
     tl.store(target, merged.to(output.dtype.element_ty), mask=column < VALUE_WIDTH)
 
 
@@ -70,9 +71,9 @@ def merge_splits(partial: torch.Tensor, statistics: torch.Tensor, output: torch.
     output : ``[lanes, heads, value_width]``
         Written: the weighted mean of the values, 0 where nothing was read.
     """
-    _, splits, heads, value_width = partial.shape
+    lanes, splits, heads, value_width = partial.shape
     columns = min(block_of(value_width, _WARP_COLUMNS), _COLUMNS)
-    _merge_splits_kernel[(output.shape[0] * heads, ceil_div(value_width, columns))](
+    _merge_splits_kernel[(lanes, heads, ceil_div(value_width, columns))](
         partial,
         statistics,
         output,
