@@ -96,7 +96,7 @@ def _mla_split_kernel(
     first = lane_split % splits * split_rows
     index = first + tl.arange(0, ROW_BLOCK)
     next_slot = _load_slots(selection, slots, index, k)
-    # Else `values` could come from before the loop, and ptxas (of CUDA 12.8) would run all products one after the other.
+    # Else `values` might come from before the loop, and ptxas would let each of Hopper's products wait for the one before.
     tl.assume(split_rows > 0)
     for start in range(0, split_rows, ROW_BLOCK):
         # Slots are loaded a step before the rows they point to, so that no step waits for memory twice.

@@ -279,6 +279,30 @@ def test_arguments_that_are_views(device):
     assert_same_bits("output", mla_decode(**arguments | views), want)
 
 
+class Launches:
+    """A kernel that keeps what it was compiled to."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.compiled = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.compiled.append(self.kernel[grid](*args, **options))
+
+
+@GPU
+@pytest.mark.parametrize("lanes", [16, 300], ids=["several-splits", "one-split"])
+def test_products_do_not_wait_for_each_other(device, monkeypatch, lanes):
+    """What ptxas makes of the kernel on Hopper: a wait for each product, where it does not see that it needs none."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("other products than Hopper's")
+    launches = Launches(module._mla_split_kernel)
+    monkeypatch.setattr(module, "_mla_split_kernel", launches)
+    case = make(lanes=lanes, buffers=1, heads=64, k=640, dtype=torch.bfloat16, **_WIDE)
+    mla_decode(**case.inputs(slots=1000, device=device))
+    code = launches.compiled[0].asm["sass"]
+    assert code.count("HGMMA") > 5 * code.count("WARPGROUP.DEPBAR") > 0
+
+
 @GPU
 def test_more_lanes_than_a_grid_has_rows(device):
     case = make(lanes=70000, buffers=1, heads=2, k=3)
