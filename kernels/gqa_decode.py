@@ -103,7 +103,7 @@ def _gqa_split_kernel(
     key_column = tl.arange(0, KEY_BLOCK)
     value_column = tl.arange(0, VALUE_BLOCK)
     q = tl.load(
-        query + lane * query_lane_stride + row[:, None] * query_row_stride + key_column[None, :],
+        query + lane * query_lane_stride + row.to(tl.int64)[:, None] * query_row_stride + key_column[None, :],
         mask=(row < GROUP)[:, None] & (key_column < KEY_WIDTH)[None, :],
         other=0.0,
     )

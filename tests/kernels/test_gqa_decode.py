@@ -339,6 +339,17 @@ def test_addresses_beyond_int32(device):
     assert_same_bits("output", gqa_decode(**arguments), want)
 
 
+@GPU
+def test_a_query_beyond_int32(device):
+    """Its rows lie so far apart that the last one is behind 2**31 elements; before it there is zero."""
+    case = make(heads=1, group=3, dtype=torch.float16)
+    arguments = case.inputs(slots=8, device=device)
+    memory = torch.zeros(2**32 + 16, dtype=torch.float16, device=device)
+    query = memory[2**31 :].as_strided((1, 3, 16), (16, 2**30, 1))
+    query.copy_(case.query)
+    assert_same_bits("output", gqa_decode(**arguments | {"query": query}), gqa_decode(**arguments))
+
+
 def test_padding_of_another_batch_than_the_source_is_named():
     case = make(batch=2, padded=True)
     inputs = case.inputs(slots=8)
