@@ -108,7 +108,8 @@ def _gqa_split_kernel(
         other=0.0,
     )
 
-    # Slots are loaded a step before the tokens they point to, so that no step waits for memory twice.
+    # Slots are loaded a step before the tokens they point to, so that no step waits for memory twice; not where
+    # there is a pool, which takes the registers for it.
     next_record, next_slot = _load_entries(selection, slots, first, k, TOKENS)
     maximum = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
@@ -117,8 +118,11 @@ def _gqa_split_kernel(
         index = first + start
         entry = index // TOKENS
         within = index % TOKENS
-        record, slot = next_record, next_slot
-        next_record, next_slot = _load_entries(selection, slots, index + TOKEN_BLOCK, k, TOKENS)
+        if pool is None:
+            record, slot = next_record, next_slot
+            next_record, next_slot = _load_entries(selection, slots, index + TOKEN_BLOCK, k, TOKENS)
+        else:
+            record, slot = _load_entries(selection, slots, index, k, TOKENS)
         token = record * TOKENS + within
         readable = (record >= 0) & (token <= last)
         if allowed is not None:
@@ -132,7 +136,7 @@ def _gqa_split_kernel(
             host_row = tl.load(
                 host_rows + lane // heads * host_rows_stride + record, mask=record >= 0, other=0
             )
-            absent = tl.load(missing + lane * k + entry, mask=entry < k, other=0) != 0
+            absent = tl.load(missing + lane * k + entry, mask=record >= 0, other=0) != 0
             host_lane = host_row * heads + lane % heads
             slot_at = base
             base = tl.where(absent, pool + (record * host_lanes + host_lane) * RECORD_WIDTH, base)
