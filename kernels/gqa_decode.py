@@ -20,7 +20,7 @@ from .dispatch import (
     use_triton,
 )
 from .early_launch import early_launch, wait_for_previous
-from .merge_splits import MAX_SPLITS, merge_splits, split_results
+from .merge_splits import MAX_SPLITS, merge_splits, split_results, store_split
 from .miss_plan import HostSource
 
 _TOKENS, _FP32_TOKENS = 128, 32  # read at a time, at most
@@ -164,14 +164,7 @@ def _gqa_split_kernel(
         maximum = new_maximum
 
     at = (lane * tl.num_programs(1) + split) * GROUP + row
-    if statistics is None:
-        values = values / tl.where(total == 0.0, 1.0, total)[:, None]
-    else:
-        tl.store(statistics + at * 2, maximum, mask=row < GROUP)
-        tl.store(statistics + at * 2 + 1, total, mask=row < GROUP)
-    target = output + at[:, None] * VALUE_WIDTH + value_column[None, :]
-    written = (row < GROUP)[:, None] & (value_column < VALUE_WIDTH)[None, :]
-    tl.store(target, values.to(output.dtype.element_ty), mask=written)
+    store_split(output, statistics, at, row < GROUP, value_column, maximum, total, values, VALUE_WIDTH)
 
 
 def gqa_decode(
@@ -234,7 +227,7 @@ def gqa_decode(
     while token_block * token_bytes > block_bytes and token_block > 16:
         token_block //= 2
     blocks = ceil_div(tokens, token_block)
-    split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // lanes), MAX_SPLITS))
+    split_blocks = ceil_div(blocks, min(max(1, _PROGRAMS // max(1, lanes)), MAX_SPLITS))
     splits = ceil_div(blocks, split_blocks)
     output = query.new_empty((lanes, group, value_width))
     partial, statistics = split_results(output, splits)

@@ -14,6 +14,19 @@ _COLUMNS = 512
 _WARP_COLUMNS = 128  # four of a thread, so that no sum over the splits crosses a warp
 
 
+@triton.jit
+def store_split(output, statistics, at, is_head, column, maximum, total, values, VALUE_WIDTH: tl.constexpr):
+    """Store a split's attention of the heads `at`: with `statistics` as `merge_splits` takes it, else the result."""
+    if statistics is None:
+        values = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    else:
+        tl.store(statistics + at * 2, maximum, mask=is_head)
+        tl.store(statistics + at * 2 + 1, total, mask=is_head)
+    target = output + at[:, None] * VALUE_WIDTH + column[None, :]
+    written = is_head[:, None] & (column < VALUE_WIDTH)[None, :]
+    tl.store(target, values.to(output.dtype.element_ty), mask=written)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
     partial,

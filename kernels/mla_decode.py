@@ -12,7 +12,7 @@ import triton.language as tl
 from . import reference
 from .dispatch import block_of, ceil_div, on_device_of, shared_memory, use_triton
 from .early_launch import early_launch, wait_for_previous
-from .merge_splits import MAX_SPLITS, merge_splits, split_results
+from .merge_splits import MAX_SPLITS, merge_splits, split_results, store_split
 
 _HEADS, _ROWS = 64, 64  # in a product, at most
 _FP32_HEADS, _FP32_ROWS = 16, 32  # without tensor cores
@@ -127,13 +127,7 @@ def _mla_split_kernel(
         values = tl.dot(weights.to(rows.dtype), rows, values, input_precision="ieee")
 
     at = lane_split.to(tl.int64) * HEADS + head
-    if statistics is None:
-        values = values / tl.where(total == 0.0, 1.0, total)[:, None]
-    else:
-        tl.store(statistics + at * 2, maximum, mask=head < HEADS)
-        tl.store(statistics + at * 2 + 1, total, mask=head < HEADS)
-    target = output + at[:, None] * VALUE_WIDTH + column[None, :]
-    tl.store(target, values.to(output.dtype.element_ty), mask=q_mask)
+    store_split(output, statistics, at, head < HEADS, column, maximum, total, values, VALUE_WIDTH)
 
 
 def mla_decode(

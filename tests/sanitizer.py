@@ -223,12 +223,11 @@ def main() -> None:
         raise SystemExit("the sanitizer needs a GPU, and compute-sanitizer of the CUDA toolkit on the PATH")
     until = time.monotonic() + args.seconds
     kernels = own_kernels()
-    work = [
-        (tool, part) for part in portions(kernel_tests(args.kernels), args.together) for tool in args.tools
-    ]
+    tools = list(dict.fromkeys(args.tools))
+    work = [(tool, part) for part in portions(kernel_tests(args.kernels), args.together) for tool in tools]
     sums: dict[tuple[str, str], Counter[str]] = {}
     with workers(args.jobs) as pool:
-        check_tools(args.tools, until)
+        check_tools(tools, until)
         results = pool.map(lambda item: check(*item, kernels, until), work)
         for (tool, part), counts in zip(work, tqdm(results, total=len(work), desc="portions"), strict=True):
             sums.setdefault((tool, part.file), Counter()).update(counts)

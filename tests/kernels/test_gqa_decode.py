@@ -325,6 +325,12 @@ def test_a_query_that_is_a_view(device):
     assert_same_bits("output", gqa_decode(**arguments), want)
 
 
+def test_no_lanes(device):
+    arguments = make(group=3).inputs(slots=8, device=device)
+    none = {name: arguments[name][:0] for name in ("query", "selection", "slots")}
+    assert gqa_decode(**arguments | none).shape == (0, *arguments["query"].shape[1:])
+
+
 @GPU
 def test_addresses_beyond_int32(device):
     """The slots lie behind more than 2**31 elements of the buffer."""

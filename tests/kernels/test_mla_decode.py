@@ -279,6 +279,12 @@ def test_arguments_that_are_views(device):
     assert_same_bits("output", mla_decode(**arguments | views), want)
 
 
+def test_no_lanes(device):
+    arguments = make().inputs(slots=16, device=device)
+    none = {name: arguments[name][:0] for name in ("query", "selection", "slots")}
+    assert mla_decode(**arguments | none).shape == (0, 4, 16)
+
+
 class Launches:
     """A kernel that keeps what it was compiled to."""
 
