@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,27 @@ def test_kernels_that_no_test_launches_are_named(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sanitizer, "KERNELS", tmp_path)
     with pytest.raises(SystemExit, match=f"no tests of {name}"):
         kernel_tests([name])
+
+
+def test_a_tool_named_twice_runs_once(tmp_path, monkeypatch, capsys):
+    runs = []
+
+    def run(tool: str, portion: Portion, *args: object) -> tuple[Counter[str], str]:
+        runs.append((tool, *portion.tests))
+        return counted("tests/kernels/test_append.py::test_a PASSED [100%]\n", 1), ""
+
+    collected = Collector()
+    collected.tests = ["tests/kernels/test_append.py::test_a"]
+    monkeypatch.setattr(sanitizer, "run", run)
+    monkeypatch.setattr(sanitizer, "kernel_tests", lambda names: collected)
+    monkeypatch.setattr(sanitizer, "check_tools", lambda *args: None)
+    monkeypatch.setattr(sanitizer, "write_csv", lambda *args: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("sys.argv", ["sanitizer", "--tools", "memcheck", "memcheck"])
+    sanitizer.main()
+    assert runs == [("memcheck", "tests/kernels/test_append.py::test_a")]
+    assert "'tests': 1, 'passed': 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--jobs", "--together"])

@@ -299,6 +299,17 @@ def test_however_the_tokens_are_split(device, monkeypatch, splits, padded):
     assert_close(gqa_decode(**case.inputs(slots=30, device=device)), case.oracle(), torch.float32)
 
 
+def test_scores_far_below_zero_in_splits_that_fill_no_tile(device, monkeypatch):
+    """The tile's rows beside the three splits must not have the highest score."""
+    monkeypatch.setattr(gqa_module, "_FP32_TOKENS", 16)
+    monkeypatch.setattr(gqa_module, "MAX_SPLITS", 3)
+    case = make(group=1, k=8, tokens=6)
+    case = case._replace(history=case.history.abs(), query=-1e4 * case.query.abs())
+    got = gqa_decode(**case.inputs(slots=30, device=device))
+    assert got.isfinite().all() and (got != 0).all()
+    assert_close(got, case.oracle(), torch.float32)
+
+
 def test_a_gpu_with_little_shared_memory_reads_fewer_tokens_at_a_time(device, monkeypatch):
     monkeypatch.setattr(gqa_module, "shared_memory", lambda _: 4096)
     case = make(k=23, tokens=6, padded=True)
