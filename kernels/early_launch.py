@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-# None before Triton 3.4 and in one built without CUDA: to name what is not there fails even where it is not compiled.
+# None in a Triton built without CUDA: to name what is not there fails even where it is not compiled.
 _cuda = getattr(tl.extra, "cuda", None)
 gdc_wait: Any = getattr(_cuda, "gdc_wait", None)
 gdc_launch_dependents: Any = getattr(_cuda, "gdc_launch_dependents", None)
