@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 from .active import called_decoder, capturing_cache, refuse_compiled
 from .host_memory import pinning
 from .hosted_layer import HostedLayer
+from .models.gqa import GqaLayer
 from .models.overrides import alive, copied
 from .modes import keeps, outside_inference_mode
+from .query_first import early_queries
 from .resident_layer import ResidentLayer
 
 if TYPE_CHECKING:
@@ -186,7 +188,8 @@ class DecodeGraphs:
             obstacle = _obstacle(model, cache)
             if obstacle:
                 self._refuse(obstacle)
-            return forward(**kwargs)
+            with early_queries(model, cache, GqaLayer.expect_query):
+                return forward(**kwargs)
 
         cache.check_batch(tokens.shape[0])
         cache.make_room(1)
@@ -215,7 +218,7 @@ class DecodeGraphs:
         step = self._steps.get(shape)
         if step is None or step.key != key:
             self._steps.pop(shape, None)
-            step = self._capture(forward, cache, inputs, flags, key, mask is not None)
+            step = self._capture(model, forward, cache, inputs, flags, key, mask is not None)
             if step is None:
                 return forward(**kwargs)
             self._steps[shape] = step
@@ -229,6 +232,7 @@ class DecodeGraphs:
 
     def _capture(
         self,
+        model: PreTrainedModel,
         forward: Callable[..., Any],
         cache: HiSparseCache,
         inputs: dict[str, torch.Tensor],
@@ -245,7 +249,12 @@ class DecodeGraphs:
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
         try:
-            with pinning, as_captured(cache, masked), torch.cuda.graph(step.graph):
+            with (
+                pinning,
+                as_captured(cache, masked),
+                early_queries(model, cache, GqaLayer.read_ahead),
+                torch.cuda.graph(step.graph),
+            ):
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
         except Exception as error:  # whatever a model does that a capture does not allow
             logger.debug("capturing a decode step failed", exc_info=True)

@@ -441,6 +441,11 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
         self.pool.wait()
         self.buffer.append(keys, values, self.position, self.pool)
 
+    def claim(self) -> None:
+        """Give the record of the token at `position` its slot, so that it can be selected before `append`."""
+        self.pool.wait()
+        self.buffer.claim(self.position, self.pool)
+
     def resolve(self, selection: torch.Tensor) -> tuple[torch.Tensor, HostSource]:
         """The slots of the records that the query at `position` reads, int32 ``[lanes, k]``, and where the missing ones are."""
         if self.trace is not None:

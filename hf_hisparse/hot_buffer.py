@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from hisparse_kernels.append import append
+from hisparse_kernels.append import append, claim
 from hisparse_kernels.miss_plan import MissPlan
 from hisparse_kernels.recency import Recency
 from hisparse_kernels.resolve import resolve
@@ -119,6 +119,10 @@ class HotBuffer:
             self.recency,
             self.layout.tokens,
         )
+
+    def claim(self, position: torch.Tensor, pool: HostPool) -> None:
+        """Give the record of the token at `position` its slot, ahead of `append` (see `reference.claim`)."""
+        claim(position, pool.host_rows, self.page_table, self.slot_records, self.recency, self.layout.tokens)
 
     def resolve(self, selection: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Give each selected record a slot; `plan` says which of them are yet to come from the host.

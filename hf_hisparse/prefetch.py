@@ -8,7 +8,6 @@ own attention.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +20,7 @@ from hisparse_kernels.write_row import write_row
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer, resized
 from .records import RecordLayout, moved
+from .side_stream import beside
 
 if TYPE_CHECKING:
     from .models.mla import LatentLayer
@@ -197,9 +197,7 @@ def prefetch(follower: LatentLayer, replay: Replay) -> None:
     if not follower.buffer.data.is_cuda:
         return
     device = follower.buffer.data.device
-    stream = _side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with beside(device) as stream:
         follower.pool.wait()
         follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)
         follower.prefetched = stream.record_event()
@@ -207,8 +205,3 @@ def prefetch(follower: LatentLayer, replay: Replay) -> None:
         # Their memory may be given back before the event was waited for: after an error.
         for tensor in (*replay.plan, follower.buffer.data, follower.pool.host_rows):
             tensor.record_stream(stream)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # its few programs are to start at once

@@ -10,6 +10,9 @@ it is cut in the middle, the rest of that record is given again by `extend`. Pad
 masked by attention, but a record of nothing else is a wasted choice: `extend` and `append` say which tokens are
 `valid`. A decode step may be replayed from a CUDA graph: `append` and `select` then run no Python, so they must work
 on the same tensors each time (`grow` and `rearrange` may replace them). ``verify=True`` checks every selection.
+
+A state whose `select` does not look at what `append` gave it of the newest token can say so with an attribute
+``newest_counts = False``. Then `select` comes before `append`, and in replayed steps while the model computes keys and values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Append one token per lane: to the host pool and to a slot of the hot buffer."""
+"""Append one token per lane: to the host pool and to a slot of the hot buffer, which `claim` may have given its record before."""
 
 from __future__ import annotations
 
@@ -22,6 +22,100 @@ from .recency import Recency, check_recency, make_room
 
 _CLEAR_BLOCK = 4096  # entries of a full log looked at at a time
 _SCAN_BLOCK = 256  # entries looked at at a time in search of the least recently used slot
+
+
+@triton.jit
+def _slot_of(
+    record,
+    is_first,
+    lane,
+    host_rows,
+    page_table,
+    slot_records,
+    uses,
+    stamps,
+    span,
+    table_stride,
+    host_rows_stride,
+    heads,
+    slot_count,
+    log_length,
+    CLEAR_BLOCK: tl.constexpr,
+    SCAN_BLOCK: tl.constexpr,
+):
+    """The slot of a record, -1 for none; where its first token comes and it has none, it takes the least recently used one."""
+    page_table += lane * table_stride
+    slot_records += lane * slot_count
+    uses += lane * log_length
+    stamps += lane * slot_count
+    span += lane * 2
+
+    slot = tl.load(page_table + record)
+    if is_first & (slot < 0):
+        head, tail = make_room(uses, stamps, tl.load(span), tl.load(span + 1), 1, log_length, CLEAR_BLOCK)
+        first = tail
+        start = head
+        while first == tail:
+            place = start + tl.arange(0, SCAN_BLOCK)
+            used = tl.load(uses + place, mask=place < tail, other=0)
+            current = (place < tail) & (tl.load(stamps + used, mask=place < tail, other=-1) == place)
+            first = tl.min(tl.where(current, place, tail), axis=0)
+            start += SCAN_BLOCK
+        slot = tl.load(uses + first)
+        evicted = tl.load(slot_records + slot)
+        tl.debug_barrier()  # every thread has read the log and the table
+        tl.store(span, first + 1)
+        tl.store(span + 1, tail + 1)
+        tl.store(uses + tail, slot)
+        tl.store(stamps + slot, tail)
+        tl.store(page_table + evicted, -1, mask=evicted >= 0)
+        tl.store(page_table + record, slot)
+        tl.store(slot_records + slot, record.to(tl.int32))
+        row = lane // heads
+        tl.store(host_rows + row * host_rows_stride + record, row.to(tl.int32), mask=lane % heads == 0)
+    return slot
+
+
+@triton.jit(do_not_specialize=["table_stride", "host_rows_stride", "heads", "slot_count", "log_length"])
+def _claim_kernel(
+    position,
+    host_rows,
+    page_table,
+    slot_records,
+    uses,
+    stamps,
+    span,
+    table_stride,
+    host_rows_stride,
+    heads,
+    slot_count,
+    log_length,
+    TOKENS: tl.constexpr,
+    CLEAR_BLOCK: tl.constexpr,
+    SCAN_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per lane."""
+    wait_for_previous(EARLY)
+    at = tl.load(position)
+    _slot_of(
+        at // TOKENS,
+        at % TOKENS == 0,
+        tl.program_id(0).to(tl.int64),
+        host_rows,
+        page_table,
+        slot_records,
+        uses,
+        stamps,
+        span,
+        table_stride,
+        host_rows_stride,
+        heads,
+        slot_count,
+        log_length,
+        CLEAR_BLOCK,
+        SCAN_BLOCK,
+    )
 
 
 @triton.jit(
@@ -65,35 +159,24 @@ def _append_kernel(
     at = tl.load(position)
     record = at // TOKENS
     offset = at % TOKENS
-    page_table += lane * table_stride
-    slot_records += lane * slot_count
-    uses += lane * log_length
-    stamps += lane * slot_count
-    span += lane * 2
-
-    slot = tl.load(page_table + record)
-    if offset == 0:
-        head, tail = make_room(uses, stamps, tl.load(span), tl.load(span + 1), 1, log_length, CLEAR_BLOCK)
-        first = tail
-        start = head
-        while first == tail:
-            place = start + tl.arange(0, SCAN_BLOCK)
-            used = tl.load(uses + place, mask=place < tail, other=0)
-            current = (place < tail) & (tl.load(stamps + used, mask=place < tail, other=-1) == place)
-            first = tl.min(tl.where(current, place, tail), axis=0)
-            start += SCAN_BLOCK
-        slot = tl.load(uses + first)
-        evicted = tl.load(slot_records + slot)
-        tl.debug_barrier()  # every thread has read the log and the table
-        tl.store(span, first + 1)
-        tl.store(span + 1, tail + 1)
-        tl.store(uses + tail, slot)
-        tl.store(stamps + slot, tail)
-        tl.store(page_table + evicted, -1, mask=evicted >= 0)
-        tl.store(page_table + record, slot)
-        tl.store(slot_records + slot, record.to(tl.int32))
-        row = lane // heads
-        tl.store(host_rows + row * host_rows_stride + record, row.to(tl.int32), mask=lane % heads == 0)
+    slot = _slot_of(
+        record,
+        offset == 0,
+        lane,
+        host_rows,
+        page_table,
+        slot_records,
+        uses,
+        stamps,
+        span,
+        table_stride,
+        host_rows_stride,
+        heads,
+        slot_count,
+        log_length,
+        CLEAR_BLOCK,
+        SCAN_BLOCK,
+    )
 
     host = pool + (record * host_lanes + lane) * RECORD_WIDTH
     here = buffer + (lane * slot_count + slot) * RECORD_WIDTH
@@ -181,11 +264,57 @@ def append(
             value_width,
             block_of(key_width),
             block_of(value_width),
-            min(block_of(slot_count), _CLEAR_BLOCK),
-            min(block_of(slot_count), _SCAN_BLOCK),
+            *_tiles(slot_count),
             **early_launch(buffer),
             num_warps=4,
         )
+
+
+def claim(
+    position: torch.Tensor,
+    host_rows: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_records: torch.Tensor,
+    recency: Recency,
+    tokens_per_record: int,
+) -> None:
+    """Give the record of a new token its slot, ahead of `append`; see `reference.claim`.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or memory layout is not what the reference names.
+    """
+    lanes, slot_count = slot_records.shape
+    check_state(lanes, page_table, slot_records)
+    check_recency(recency, lanes, slot_count)
+    check_position(position)
+    heads = check_host_rows(host_rows, lanes)
+    if not use_triton(slot_records):
+        reference.claim(position, host_rows, page_table, slot_records, recency, tokens_per_record)
+        return
+    with on_device_of(slot_records):
+        _claim_kernel[(lanes,)](
+            position,
+            host_rows,
+            page_table,
+            slot_records,
+            *recency,
+            page_table.stride(0),
+            host_rows.stride(0),
+            heads,
+            slot_count,
+            recency.uses.shape[1],
+            tokens_per_record,
+            *_tiles(slot_count),
+            **early_launch(slot_records),
+            num_warps=4,
+        )
+
+
+def _tiles(slot_count: int) -> tuple[int, int]:
+    """Entries of the log that are cleared, and looked at, at a time."""
+    return min(block_of(slot_count), _CLEAR_BLOCK), min(block_of(slot_count), _SCAN_BLOCK)
 
 
 def _check(

@@ -82,9 +82,9 @@ def append(
 ) -> None:
     """Store one new token per lane, in the host pool and in a slot (write-allocate).
 
-    The first token of a record takes the slot of the least recently used record and makes it the most recently
-    used; a later token goes to the slot its record has. A record that is still filling but has no slot (its
-    history was cropped) is written to the host alone, to be fetched when it is selected.
+    A token goes to the slot that its record has; with the first one it gets it, if `claim` has not given it before. A record
+    that is still filling but has no slot (its history was cropped) is written to the host alone, to be fetched when it is
+    selected.
 
     Parameters
     ----------
@@ -98,23 +98,9 @@ def append(
     """
     lanes, key_width = slot_records.shape[0], keys.shape[1]
     value_width = values.shape[1]
-    batch = host_rows.shape[0]
     record, offset = divmod(int(position), tokens_per_record)
     lane = torch.arange(lanes, device=keys.device)
-
-    if offset == 0:
-        head, tail = _make_room(recency, 1, torch.ones(lanes, dtype=torch.bool, device=keys.device))
-        entry = _current(recency, head, tail).int().argmax(dim=1)  # the first one
-        slot = recency.uses[lane, entry].long()
-        recency.span[:, 0] = entry + 1
-        _use(recency, slot[:, None], tail[:, None], torch.ones_like(slot[:, None], dtype=torch.bool))
-        recency.span[:, 1] = tail + 1
-        evicted = slot_records[lane, slot].long()
-        resident = evicted >= 0
-        page_table[lane[resident], evicted[resident]] = -1
-        page_table[:, record] = slot.to(page_table.dtype)
-        slot_records[lane, slot] = record
-        host_rows[:, record] = torch.arange(batch, dtype=host_rows.dtype, device=host_rows.device)
+    claim(position, host_rows, page_table, slot_records, recency, tokens_per_record)
 
     key_at = offset * key_width
     value_at = tokens_per_record * key_width + offset * value_width
@@ -128,6 +114,46 @@ def append(
         columns = slice(at, at + rows.shape[2])
         host[:, :, columns] = rows.to(host.device)
         slots[lane[here], slot[here], :, columns] = rows[here]
+
+
+def claim(
+    position: torch.Tensor,
+    host_rows: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_records: torch.Tensor,
+    recency: Recency,
+    tokens_per_record: int,
+) -> None:
+    """Give the record of a new token its slot, where the token is its first one and it has none yet.
+
+    That is the slot of the least recently used record, and becomes the most recently used. The record can be selected from
+    then on; its token comes with `append`.
+
+    Parameters
+    ----------
+    position, host_rows, page_table, slot_records, recency, tokens_per_record
+        As in `append`; all but `position` are updated in place.
+    """
+    record, offset = divmod(int(position), tokens_per_record)
+    without = page_table[:, record] < 0
+    if offset or not without.any():
+        return
+    lane = without.nonzero()[:, 0]
+    head, tail = _make_room(recency, 1, without)
+    entry = _current(recency, head, tail)[lane].int().argmax(dim=1)  # the first one
+    slot = recency.uses[lane, entry].long()
+    recency.span[lane, 0] = entry.int() + 1
+    slots = torch.full_like(page_table[:, 0], -1, dtype=torch.int64)
+    slots[lane] = slot
+    _use(recency, slots[:, None], tail[:, None], without[:, None])
+    recency.span[lane, 1] = tail[lane].int() + 1
+    evicted = slot_records[lane, slot].long()
+    resident = evicted >= 0
+    page_table[lane[resident], evicted[resident]] = -1
+    page_table[lane, record] = slot.to(page_table.dtype)
+    slot_records[lane, slot] = record
+    row = lane // (len(page_table) // len(host_rows))
+    host_rows[row, record] = row.to(host_rows.dtype)
 
 
 def write_row(

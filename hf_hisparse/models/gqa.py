@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hisparse_kernels.gqa_decode import gqa_decode
+from hisparse_kernels.miss_plan import HostSource
 
 from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings
@@ -16,12 +18,56 @@ from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape, Selector, SelectorState
+from ..side_stream import beside
+
+logger = logging.getLogger(__name__)
+
+
+class Read(NamedTuple):
+    """What a query reads.
+
+    Attributes
+    ----------
+    selection : int ``[lanes, k]``
+    slots : int32 ``[lanes, k]``
+    source : HostSource or None
+        Where attention is to read what is missing, None where nothing is.
+    """
+
+    selection: torch.Tensor
+    slots: torch.Tensor
+    source: HostSource | None
+
+
+class Ahead(NamedTuple):
+    """A `Read` under way on the side stream.
+
+    Attributes
+    ----------
+    query : callable
+        What made the query: until `ready` its tensors must not be given back to the stream that they are of.
+    ready : torch.cuda.Event or None
+        None on a CPU.
+    """
+
+    read: Read
+    query: Callable[[], torch.Tensor]
+    ready: torch.cuda.Event | None
 
 
 class GqaLayer(HostedLayer):
-    """A hosted layer whose records a `Selector` chooses. Lane = batch row x KV head."""
+    """A hosted layer whose records a `Selector` chooses. Lane = batch row x KV head.
+
+    Attributes
+    ----------
+    query_first : bool
+        Whether the query of a captured step can be had before keys and values (see `hf_hisparse.query_first`).
+    """
 
     state: SelectorState
+    query_first = False
+    _expected: torch.Tensor | None = None
+    _ahead: Ahead | None = None
 
     def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding, selector: Selector) -> None:
         super().__init__(layer_idx, settings, padding)
@@ -95,16 +141,16 @@ class GqaLayer(HostedLayer):
             allowed = allowed_keys(mask, batch)
             valid = valid_tokens(allowed, count)
             self.note_padding(valid)
+        self._compare(query)
         new = self.new_tokens()
         outputs = []
         for i in range(count):
+            row = self._lanes(query[:, :, i])
+            read = self._read_before(row) if self.query_decides else None
             keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
             self.append(keys, values)
             self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
-            row = self._lanes(query[:, :, i])
-            selection = self.state.select(row, self.position).contiguous()
-            self._check_selection(selection)
-            slots, source = self.read_or_resolve(selection)
+            selection, slots, source = self._select_and_read(row) if read is None else read
             output = gqa_decode(
                 row,
                 self.buffer.data,
@@ -122,6 +168,74 @@ class GqaLayer(HostedLayer):
             outputs.append(output.view(batch, heads, -1))
         self.finish()
         return torch.stack(outputs, dim=1)
+
+    @property
+    def query_decides(self) -> bool:
+        """Whether a selection depends on the query and on earlier tokens alone."""
+        return not getattr(self.state, "newest_counts", True)
+
+    def expect_query(self, query: Callable[[], torch.Tensor]) -> None:
+        """Compare what attention is handed next with what `query` makes, and so find out whether `read_ahead` can be."""
+        self._expected = query()
+
+    @own_sums
+    def read_ahead(self, query: Callable[[], torch.Tensor]) -> None:
+        """Select and fetch beside what the model does now, if it is known that `query` makes the step's query.
+
+        Parameters
+        ----------
+        query : callable
+            Makes it: ``[batch, query heads, 1, width]``.
+        """
+        self._expected = None  # left by a call that failed
+        if not self.query_first:
+            return
+        device = self.position.device
+        with outside_inference_mode():
+            if device.type != "cuda":
+                self._ahead = Ahead(self._claim_and_read(self._lanes(query()[:, :, 0])), query, None)
+                return
+            with beside(device) as stream:
+                read = self._claim_and_read(self._lanes(query()[:, :, 0]))
+                self._ahead = Ahead(read, query, stream.record_event())
+
+    def _read_before(self, row: torch.Tensor) -> Read:
+        """What the query reads, before its token is stored: as it was read ahead, if it was."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return self._claim_and_read(row)
+        if ahead.ready is not None:
+            torch.cuda.current_stream(self.position.device).wait_event(ahead.ready)
+        return ahead.read
+
+    def _claim_and_read(self, row: torch.Tensor) -> Read:
+        """The same before the query's own token is stored, which may begin a record."""
+        self.claim()
+        return self._select_and_read(row)
+
+    def _select_and_read(self, row: torch.Tensor) -> Read:
+        """Select, and bring what is missing or let attention do it: `row` is ``[lanes, group, width]``."""
+        selection = self.state.select(row, self.position).contiguous()
+        self._check_selection(selection)
+        if self.query_first:  # the fetch runs beside the model
+            return Read(selection, self.read(selection), None)
+        return Read(selection, *self.read_or_resolve(selection))
+
+    def _compare(self, query: torch.Tensor) -> None:
+        """Find out, once asked to, whether attention is handed the query that was expected (waits for the device)."""
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            self.query_first = torch.equal(expected, query)
+            if not self.query_first:
+                logger.debug(
+                    "%s: the query is not made as expected, so misses are fetched after keys and values",
+                    self.name,
+                )
+
+    def restore(self, counts: tuple[int, ...]) -> None:
+        """Back to `counts` (see `HostedLayer.restore`)."""
+        super().restore(counts)
+        self._ahead = None
 
     def _check_selection(self, selection: torch.Tensor) -> None:
         """Hold a selector to its word: the shape always, the content, which the GPU would have to wait for, with `verify`."""

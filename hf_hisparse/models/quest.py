@@ -67,6 +67,8 @@ class Quest:
 class QuestState:
     """Page bounds of one layer: `bounds` ``[lanes, capacity, 2, key_width]``, minimum and maximum per page."""
 
+    newest_counts = False  # the query's own page is always read, so its bounds are not looked at
+
     def __init__(self, settings: Quest, shape: LayerShape) -> None:
         self.settings = settings
         self.bounds = torch.empty(

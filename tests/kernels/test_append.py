@@ -9,7 +9,7 @@ import torch
 
 from hisparse_kernels import append as append_module
 from hisparse_kernels import reference
-from hisparse_kernels.append import append
+from hisparse_kernels.append import append, claim
 from hisparse_kernels.recency import Recency
 
 from .layers import GPU, LOG, Layer, assert_same_bits, at, random_bits
@@ -142,6 +142,43 @@ def test_a_log_longer_than_one_tile(device, monkeypatch, slots):
         run(append, got, keys, values, position, 1)
         run(reference.append, want, keys, values, position, 1)
         got.assert_same(want, f"position {position}: ")
+
+
+def run_claim(function, layer: Layer, position: int, tokens: int) -> None:
+    tables = layer.host_rows, layer.page_table, layer.slot_records, layer.recency
+    function(at(position, layer.buffer.device), *tables, tokens)
+
+
+@pytest.mark.parametrize("claims", [1, 2])
+@pytest.mark.parametrize(FIELDS, SMALL + BIG)
+def test_a_slot_claimed_ahead(device, batch, heads, slots, tokens, key_width, value_width, dtype, claims):
+    """Tables are those of `append` from then on, for the first token of a record and for later ones."""
+    want, new = layer_and_tokens(batch, heads, slots, tokens, key_width, value_width, dtype)
+    kernel, plain = want.to(device), want.to("cpu")
+    for position in range(10 * tokens, 10 * tokens + 10):
+        keys, values = new()
+        run(reference.append, want, keys, values, position, tokens)
+        for _ in range(claims):
+            run_claim(claim, kernel, position, tokens)
+            run_claim(reference.claim, plain, position, tokens)
+        for got, function in ((kernel, append), (plain, reference.append)):
+            got.assert_same(want, f"position {position}, claimed: ", but=("pool", "buffer"))
+            run(function, got, keys, values, position, tokens)
+            got.assert_same(want, f"position {position}: ")
+
+
+@pytest.mark.parametrize("function", [claim, reference.claim], ids=["kernel", "reference"])
+def test_lanes_that_have_a_slot_claim_none(device, function):
+    layer, _ = layer_and_tokens(1, 3, 4, 2, 8, 8, torch.float16)
+    layer.page_table[1, 10] = layer.order[1, 0]
+    layer.slot_records[1, layer.order[1, 0]] = 10
+    before, got = layer.to("cpu"), layer.to(device)
+    run_claim(function, got, position=20, tokens=2)
+    assert (got.page_table[:, 10] >= 0).all()
+    for name in ("page_table", "slot_records", "order"):
+        assert_same_bits(name, getattr(got, name)[1], getattr(before, name)[1])
+    assert_same_bits("order", got.order[0, :-1], before.order[0, 1:])
+    assert_same_bits("the claimed slot", got.order[0, -1:], before.order[0, :1])
 
 
 @pytest.mark.parametrize("implementation", [append, reference.append], ids=["kernel", "reference"])

@@ -1,0 +1,85 @@
+"""Select and fetch while the model still computes keys and values.
+
+What `Quest` selects depends on the query and on whole pages before it, not on the new token's own key. A model computes its
+query first; projections, norms and rotary embedding of keys and values come after it, and until then the GPU can already select
+and the link can bring what is missing. So while a step is captured (see `graphs`) hooks take the query where it is made, and
+selection, resolve and fetch go to a side stream, beside the rest of the layer; attention waits for them.
+
+In the models named here the query that attention is handed is made of that output alone. Whether it is in the one at hand, whose
+parts may have been replaced, is looked at in the eager step before a capture: bit for bit, or the layer does as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .active import current_call
+from .models.gqa import GqaLayer
+
+if TYPE_CHECKING:
+    from .cache import HiSparseCache
+
+# The part of each attention class of transformers whose output becomes the query, by its rotary embedding alone.
+_QUERY_PARTS = {
+    "LlamaAttention": "q_proj",
+    "MistralAttention": "q_proj",
+    "MixtralAttention": "q_proj",
+    "Qwen2Attention": "q_proj",
+    "Qwen2MoeAttention": "q_proj",
+    "Qwen3Attention": "q_norm",
+    "Qwen3MoeAttention": "q_norm",
+}
+
+
+@contextmanager
+def early_queries(
+    model: torch.nn.Module, cache: HiSparseCache, tell: Callable[[GqaLayer, Callable[[], torch.Tensor]], None]
+) -> Iterator[None]:
+    """In calls of `model` with `cache`, tell each layer that can use it of its query as soon as that can be made.
+
+    Parameters
+    ----------
+    model, cache
+    tell : callable
+        Called with a layer, and a function that makes its query, ``[batch, query heads, S, width]``.
+    """
+    embeddings: dict[Any, Any] = {}  # rotary, of the attention that is being called
+
+    def is_called(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        embeddings[attention] = kwargs.get("position_embeddings")
+
+    def is_made(attention: Any, part: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        rotary, call = embeddings.pop(attention, None), current_call()
+        if rotary is None or call is None or call.cache is not cache:
+            return
+        layer = cache.layers[attention.layer_idx]
+        if isinstance(layer, GqaLayer) and layer.query_decides:
+            tell(layer, functools.partial(_rotated, attention, output, *rotary))
+
+    with ExitStack() as hooks:
+        for attention, part in _query_parts(model):
+            hooks.callback(attention.register_forward_pre_hook(is_called, with_kwargs=True).remove)
+            hooks.callback(part.register_forward_hook(functools.partial(is_made, attention)).remove)
+        yield
+
+
+def _query_parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Each attention of a known class, and the part of it that the query comes from."""
+    for module in model.modules():
+        kind = type(module)
+        part = _QUERY_PARTS.get(kind.__name__)
+        if part is not None and kind.__module__.startswith("transformers.models."):
+            yield module, module.get_submodule(part)
+
+
+def _rotated(attention: Any, output: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The query, ``[batch, query heads, S, width]``, as the model makes it of the output of its projection or norm."""
+    query = output.reshape(*output.shape[:2], -1, attention.head_dim).transpose(1, 2)
+    no_key = query[:, :0]
+    return sys.modules[type(attention).__module__].apply_rotary_pos_emb(query, no_key, cos, sin)[0]

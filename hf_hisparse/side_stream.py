@@ -1,0 +1,24 @@
+"""The stream beside the current one, for what is to run while the model computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one of `device`."""
+    return torch.cuda.Stream(device, priority=-1)  # its few programs are to start at once
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Run what is launched in it on the side stream, after all that the current stream has been given so far."""
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream

@@ -1,0 +1,134 @@
+"""Selection and fetch ahead of keys and values: the same answers, and not where the query is made otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_hisparse import HiSparseCache, Quest
+from hf_hisparse.graphs import as_captured
+from hf_hisparse.models.gqa import GqaLayer
+from hf_hisparse.query_first import early_queries
+from tests import models
+from tests.models import prompt
+
+LENGTH, NEW = 300, 20
+
+
+class Added(torch.nn.Module):
+    """A projection with something added to what it gives, as an adapter does."""
+
+    def __init__(self, projection: torch.nn.Module) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.projection(hidden) * 1.5
+
+
+def hosted(cache: HiSparseCache) -> list[GqaLayer]:
+    return [layer for layer in cache.hosted_layers if isinstance(layer, GqaLayer)]
+
+
+@torch.no_grad()
+def steps(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, captured: bool
+) -> tuple[torch.Tensor, HiSparseCache]:
+    """The logits of decode steps, eager, or after the first one such as are captured."""
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=1), device_buffer_tokens=40, graphs=False)
+    start = slice(0, LENGTH)
+    model(ids[:, start], attention_mask=None if mask is None else mask[:, start], past_key_values=cache)
+    logits = []
+    for at in range(LENGTH, LENGTH + NEW):
+        shown = None if mask is None else mask[:, : at + 1]
+        step = {"input_ids": ids[:, at : at + 1], "past_key_values": cache}
+        if mask is not None:
+            step["position_ids"] = shown.sum(1, keepdim=True) - 1
+        if not captured:
+            output = model(**step, attention_mask=shown)
+        elif at == LENGTH:
+            with early_queries(model, cache, GqaLayer.expect_query):
+                output = model(**step, attention_mask=shown)
+        else:
+            cache.make_room(1)
+            if mask is not None:
+                cache.padding.take(shown, cache.capacity)
+            with as_captured(cache, mask is not None), early_queries(model, cache, GqaLayer.read_ahead):
+                output = model(**step, attention_mask=None)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1), cache
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_sliding"])
+def test_read_ahead_answers_as_before(device, name, padded):
+    model = models.build(name).to(device)
+    ids = prompt(2, LENGTH + NEW, device=device)
+    mask = torch.ones_like(ids) if padded else None
+    if mask is not None:
+        mask[1, :70] = 0
+    want, before = steps(model, ids, mask, captured=False)
+    got, ahead = steps(model, ids, mask, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert ahead.stats() == before.stats()
+    assert hosted(ahead) and all(layer.query_first for layer in hosted(ahead))
+    assert not any(layer.query_first for layer in hosted(before))
+
+
+@pytest.mark.parametrize("name, later", [("qwen3", "k_norm"), ("llama", "k_proj")])
+def test_what_is_read_is_asked_for_before_keys_are_computed(device, monkeypatch, name, later):
+    model, order = models.build(name).to(device), []
+    for index, layer in enumerate(model.model.layers):
+        part = getattr(layer.self_attn, later)
+        part.register_forward_hook(lambda *_, index=index: order.append(("keys", index)))
+    read = GqaLayer._claim_and_read
+
+    def noting(self: GqaLayer, row: torch.Tensor) -> object:
+        order.append(("read", self.layer_idx))
+        return read(self, row)
+
+    monkeypatch.setattr(GqaLayer, "_claim_and_read", noting)
+    _, cache = steps(model, prompt(1, LENGTH + NEW, device=device), None, captured=True)
+    first = len(model.model.layers) - len(hosted(cache))
+    in_a_step = [("keys", index) for index in range(first)]
+    for index in range(first, len(model.model.layers)):
+        in_a_step += [("read", index), ("keys", index)]
+    assert order[-len(in_a_step) :] == in_a_step
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_query_that_is_made_otherwise_is_waited_for(device, name):
+    """The hooks are then within what makes the query; with a norm after it they see all of it."""
+    model = models.build(name).to(device)
+    ids = prompt(1, LENGTH + NEW, device=device)
+    part = "q_norm" if name == "qwen3" else "q_proj"
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        whole = Added(getattr(attention, part))
+        inner = whole.projection
+        setattr(attention, part, whole)
+        attention.get_submodule = lambda target, inner=inner: inner  # hooked before it was wrapped
+    want, _ = steps(model, ids, None, captured=False)
+    got, cache = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+
+
+@torch.no_grad()
+def test_hooks_go_with_the_step(device):
+    model = models.build("qwen3").to(device)
+    steps(model, prompt(1, LENGTH + NEW, device=device), None, captured=True)
+    for module in model.model.layers.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_a_step_that_failed_leaves_no_expectation(device):
+    """Else the capture after it would compare, and wait for the device."""
+    model = models.build("qwen3").to(device)
+    _, cache = steps(model, prompt(1, LENGTH + NEW, device=device), None, captured=True)
+    layer = hosted(cache)[0]
+    layer.expect_query(lambda: torch.zeros(1, device=device))
+    layer.query_first = False
+    layer.read_ahead(lambda: torch.zeros(1, device=device))
+    assert layer._expected is None and layer._ahead is None
