@@ -8,6 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
+# A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's
+# registers and shared memory, which it gives back only when its programs have ended. So few programs, each with much in flight.
+BACKGROUND_PROGRAMS = 8
+
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:

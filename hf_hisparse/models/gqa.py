@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hisparse_kernels.fetch import fetch
 from hisparse_kernels.gqa_decode import gqa_decode
 from hisparse_kernels.miss_plan import HostSource
 
@@ -18,7 +19,7 @@ from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape, Selector, SelectorState
-from ..side_stream import beside
+from ..side_stream import BACKGROUND_PROGRAMS, beside
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +218,10 @@ class GqaLayer(HostedLayer):
         """Select, and bring what is missing or let attention do it: `row` is ``[lanes, group, width]``."""
         selection = self.state.select(row, self.position).contiguous()
         self._check_selection(selection)
-        if self.query_first:  # the fetch runs beside the model
-            return Read(selection, self.read(selection), None)
+        if self.query_first:
+            slots, source = self.resolve(selection)
+            fetch(source.pool, source.host_rows, source.plan, self.buffer.data, BACKGROUND_PROGRAMS)
+            return Read(selection, slots, None)
         return Read(selection, *self.read_or_resolve(selection))
 
     def _compare(self, query: torch.Tensor) -> None:
