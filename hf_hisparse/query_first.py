@@ -12,7 +12,6 @@ parts may have been replaced, is looked at in the eager step before a capture: b
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -70,16 +69,23 @@ def early_queries(
 
 
 def _query_parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Each attention of a known class, and the part of it that the query comes from."""
+    """Each attention of a known class, and the part of it that the query comes from.
+
+    None whose forward is somebody else's: what that does to the query may depend on more than one step can show.
+    """
     for module in model.modules():
         kind = type(module)
         part = _QUERY_PARTS.get(kind.__name__)
-        if part is not None and kind.__module__.startswith("transformers.models."):
+        known = kind.__module__.startswith("transformers.models.")
+        if part is not None and known and module.forward.__module__ == kind.__module__:
             yield module, module.get_submodule(part)
 
 
 def _rotated(attention: Any, output: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The query, ``[batch, query heads, S, width]``, as the model makes it of the output of its projection or norm."""
+    """The query, ``[batch, query heads, S, width]``, as the model makes it of the output of its projection or norm.
+
+    Not by the function that the model calls: in its place there may be one that rotates in place, `output` then.
+    """
     query = output.reshape(*output.shape[:2], -1, attention.head_dim).transpose(1, 2)
-    no_key = query[:, :0]
-    return sys.modules[type(attention).__module__].apply_rotary_pos_emb(query, no_key, cos, sin)[0]
+    low, high = query.chunk(2, dim=-1)
+    return query * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)

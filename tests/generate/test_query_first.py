@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
 
 from hf_hisparse import HiSparseCache, Quest
 from hf_hisparse.graphs import as_captured
@@ -109,6 +112,58 @@ def test_a_query_that_is_made_otherwise_is_waited_for(device, name):
         inner = whole.projection
         setattr(attention, part, whole)
         attention.get_submodule = lambda target, inner=inner: inner  # hooked before it was wrapped
+    want, _ = steps(model, ids, None, captured=False)
+    got, cache = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+
+
+def rotate_in_place(q, k, cos, sin):
+    """As Liger's kernel does it, which people put in the place of transformers' function, and which wants a key."""
+    assert k.numel()
+    for part in (q, k):
+        half = modeling_llama.rotate_half(part)
+        part.copy_(part * cos.unsqueeze(1) + half * sin.unsqueeze(1))
+    return q, k
+
+
+def test_a_rotary_embedding_in_place_works_once(device, monkeypatch):
+    model = models.build("llama").to(device)
+    ids = prompt(1, LENGTH + NEW, device=device)
+    want, _ = steps(model, ids, None, captured=False)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate_in_place)
+    got, _ = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def rotated_otherwise_when_far(self, hidden_states, position_embeddings=None, position_ids=None, **kwargs):
+    """A forward that makes queries as the model does at first."""
+    cos, sin = position_embeddings
+    far = (position_ids > LENGTH + 2)[:, :, None]
+    rotary = torch.where(far, sin, cos), torch.where(far, cos, sin)
+    return type(self).forward(self, hidden_states, position_embeddings=rotary, **kwargs)
+
+
+def without_projection(self, *args, **kwargs):
+    """A forward that keeps its projection elsewhere."""
+    self.q_proj = self.kept[0]
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        del self.q_proj
+
+
+@pytest.mark.parametrize("forward", [rotated_otherwise_when_far, without_projection])
+def test_a_forward_of_somebody_else_is_waited_for(device, forward):
+    """That its query was as expected in one step does not say that it always is."""
+    model = models.build("llama").to(device)
+    ids = prompt(1, LENGTH + NEW, device=device)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.forward = types.MethodType(forward, attention)
+        if forward is without_projection:
+            attention.kept = (attention.q_proj,)
+            del attention.q_proj
     want, _ = steps(model, ids, None, captured=False)
     got, cache = steps(model, ids, None, captured=True)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
