@@ -184,12 +184,13 @@ class DecodeGraphs:
         hosted = len(cache.hosted_layers)
         warm = (id(model), hosted, *shape)
         if warm not in self._warm:  # an eager step compiles the kernels and sets up the libraries
-            self._warm.add(warm)
             obstacle = _obstacle(model, cache)
             if obstacle:
                 self._refuse(obstacle)
             with early_queries(model, cache, GqaLayer.expect_query):
-                return forward(**kwargs)
+                output = forward(**kwargs)
+            self._warm.add(warm)  # not if it failed on the way
+            return output
 
         cache.check_batch(tokens.shape[0])
         cache.make_room(1)

@@ -443,6 +443,7 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
 
     def claim(self) -> None:
         """Give the record of the token at `position` its slot, so that it can be selected before `append`."""
+        self._stored = True
         self.pool.wait()
         self.buffer.claim(self.position, self.pool)
 

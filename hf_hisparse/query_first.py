@@ -53,18 +53,21 @@ def early_queries(
     def is_called(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         embeddings[attention] = kwargs.get("position_embeddings")
 
-    def is_made(attention: Any, part: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        rotary, call = embeddings.pop(attention, None), current_call()
-        if rotary is None or call is None or call.cache is not cache:
-            return
-        layer = cache.layers[attention.layer_idx]
-        if isinstance(layer, GqaLayer) and layer.query_decides:
-            tell(layer, functools.partial(_rotated, attention, output, *rotary))
+    def made_for(attention: Any) -> Callable[..., None]:
+        def is_made(part: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            rotary, call = embeddings.pop(attention, None), current_call()
+            if rotary is None or call is None or call.cache is not cache:
+                return
+            layer = cache.layers[attention.layer_idx]
+            if isinstance(layer, GqaLayer) and layer.query_decides:
+                tell(layer, functools.partial(_rotated, attention, output, *rotary))
+
+        return is_made
 
     with ExitStack() as hooks:
         for attention, part in _query_parts(model):
             hooks.callback(attention.register_forward_pre_hook(is_called, with_kwargs=True).remove)
-            hooks.callback(part.register_forward_hook(functools.partial(is_made, attention)).remove)
+            hooks.callback(part.register_forward_hook(made_for(attention)).remove)
         yield
 
 

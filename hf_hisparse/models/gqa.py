@@ -142,12 +142,12 @@ class GqaLayer(HostedLayer):
             allowed = allowed_keys(mask, batch)
             valid = valid_tokens(allowed, count)
             self.note_padding(valid)
-        self._compare(query)
+        as_ahead = self._is_expected(query)
         new = self.new_tokens()
         outputs = []
         for i in range(count):
             row = self._lanes(query[:, :, i])
-            read = self._read_before(row) if self.query_decides else None
+            read = self._read_before(row, as_ahead) if self.query_decides else None
             keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
             self.append(keys, values)
             self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
@@ -194,46 +194,54 @@ class GqaLayer(HostedLayer):
         device = self.position.device
         with outside_inference_mode():
             if device.type != "cuda":
-                self._ahead = Ahead(self._claim_and_read(self._lanes(query()[:, :, 0])), query, None)
+                self._ahead = Ahead(self._claim_and_fetch(self._lanes(query()[:, :, 0])), query, None)
                 return
             with beside(device) as stream:
-                read = self._claim_and_read(self._lanes(query()[:, :, 0]))
+                read = self._claim_and_fetch(self._lanes(query()[:, :, 0]))
                 self._ahead = Ahead(read, query, stream.record_event())
 
-    def _read_before(self, row: torch.Tensor) -> Read:
-        """What the query reads, before its token is stored: as it was read ahead, if it was."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return self._claim_and_read(row)
-        if ahead.ready is not None:
-            torch.cuda.current_stream(self.position.device).wait_event(ahead.ready)
-        return ahead.read
+    def _claim_and_fetch(self, row: torch.Tensor) -> Read:
+        """What `_read_before` does, such that the model's own kernels have room beside it."""
+        self.claim()
+        selection = self._select(row)
+        slots, source = self.resolve(selection)
+        fetch(source.pool, source.host_rows, source.plan, self.buffer.data, BACKGROUND_PROGRAMS)
+        return Read(selection, slots, None)
 
-    def _claim_and_read(self, row: torch.Tensor) -> Read:
-        """The same before the query's own token is stored, which may begin a record."""
+    def _read_before(self, row: torch.Tensor, as_ahead: bool) -> Read:
+        """What the query reads, before its token is stored: read ahead, or now, with `as_ahead` by the same kernels."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead.ready is not None:
+                torch.cuda.current_stream(self.position.device).wait_event(ahead.ready)
+            return ahead.read
+        if as_ahead:
+            return self._claim_and_fetch(row)
         self.claim()
         return self._select_and_read(row)
 
     def _select_and_read(self, row: torch.Tensor) -> Read:
         """Select, and bring what is missing or let attention do it: `row` is ``[lanes, group, width]``."""
-        selection = self.state.select(row, self.position).contiguous()
-        self._check_selection(selection)
-        if self.query_first:
-            slots, source = self.resolve(selection)
-            fetch(source.pool, source.host_rows, source.plan, self.buffer.data, BACKGROUND_PROGRAMS)
-            return Read(selection, slots, None)
+        selection = self._select(row)
         return Read(selection, *self.read_or_resolve(selection))
 
-    def _compare(self, query: torch.Tensor) -> None:
-        """Find out, once asked to, whether attention is handed the query that was expected (waits for the device)."""
+    def _select(self, row: torch.Tensor) -> torch.Tensor:
+        selection = self.state.select(row, self.position).contiguous()
+        self._check_selection(selection)
+        return selection
+
+    def _is_expected(self, query: torch.Tensor) -> bool:
+        """Whether attention is handed what `expect_query` was told; if so, captured steps read ahead (waits for the device)."""
         expected, self._expected = self._expected, None
-        if expected is not None:
-            self.query_first = torch.equal(expected, query)
-            if not self.query_first:
-                logger.debug(
-                    "%s: the query is not made as expected, so misses are fetched after keys and values",
-                    self.name,
-                )
+        if expected is None or self.padding.capturing:
+            return False
+        self.query_first = torch.equal(expected, query)
+        if not self.query_first:
+            logger.debug(
+                "%s: the query is not made as expected, so misses are fetched after keys and values",
+                self.name,
+            )
+        return self.query_first
 
     def restore(self, counts: tuple[int, ...]) -> None:
         """Back to `counts` (see `HostedLayer.restore`)."""
