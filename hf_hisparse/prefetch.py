@@ -20,10 +20,14 @@ from hisparse_kernels.write_row import write_row
 from .host_pool import HostPool
 from .hot_buffer import HotBuffer, resized
 from .records import RecordLayout, moved
-from .side_stream import BACKGROUND_PROGRAMS, beside
+from .side_stream import beside
 
 if TYPE_CHECKING:
     from .models.mla import LatentLayer
+
+# A fetch on every multiprocessor holds up the products that it is meant to run beside: they want a multiprocessor's
+# shared memory, which it gives back only when its programs have ended. So few programs, each with much in flight.
+_BACKGROUND_PROGRAMS = 8
 
 
 class Replay(NamedTuple):
@@ -195,7 +199,7 @@ def prefetch(follower: LatentLayer, replay: Replay) -> None:
     device = follower.buffer.data.device
     with beside(device) as stream:
         follower.pool.wait()
-        follower.buffer.fetch(replay.plan, follower.pool, BACKGROUND_PROGRAMS)
+        follower.buffer.fetch(replay.plan, follower.pool, _BACKGROUND_PROGRAMS)
         follower.prefetched = stream.record_event()
     if not torch.cuda.is_current_stream_capturing():
         # Their memory may be given back before the event was waited for: after an error.

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hisparse_kernels.rotate import rotate
+
 from .active import current_call
 from .models.gqa import GqaLayer
 
@@ -58,6 +60,8 @@ def early_queries(
             rotary, call = embeddings.pop(attention, None), current_call()
             if rotary is None or call is None or call.cache is not cache:
                 return
+            if any(table.dtype is not output.dtype for table in rotary):
+                return
             layer = cache.layers[attention.layer_idx]
             if isinstance(layer, GqaLayer) and layer.query_decides:
                 tell(layer, functools.partial(_rotated, attention, output, *rotary))
@@ -89,6 +93,5 @@ def _rotated(attention: Any, output: torch.Tensor, cos: torch.Tensor, sin: torch
 
     Not by the function that the model calls: in its place there may be one that rotates in place, `output` then.
     """
-    query = output.reshape(*output.shape[:2], -1, attention.head_dim).transpose(1, 2)
-    low, high = query.chunk(2, dim=-1)
-    return query * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
+    query = output.reshape(*output.shape[:2], -1, attention.head_dim)
+    return rotate(query.contiguous(), cos.contiguous(), sin.contiguous())

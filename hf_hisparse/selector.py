@@ -12,7 +12,7 @@ masked by attention, but a record of nothing else is a wasted choice: `extend` a
 on the same tensors each time (`grow` and `rearrange` may replace them). ``verify=True`` checks every selection.
 
 A state whose `select` does not look at what `append` gave it of the newest token can say so with an attribute
-``newest_counts = False``. Then `select` comes before `append`, and in replayed steps while the model computes keys and values.
+``newest_counts = False``. Then replayed steps may call `select` before `append`, while the model computes keys and values.
 """
 
 from __future__ import annotations

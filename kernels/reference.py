@@ -430,6 +430,28 @@ def _selected(
     return data
 
 
+def rotate(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding: ``q * cos + rotate_half(q) * sin``, each product rounded to the dtype, as transformers makes it.
+
+    ``rotate_half`` puts the negative upper half of the channels before the lower one (Su et al., "RoFormer", arXiv 2104.09864,
+    eq. 34, with the pairs laid out as in GPT-NeoX).
+
+    Parameters
+    ----------
+    query : ``[batch, S, heads, width]``
+        Contiguous, of a floating dtype, `width` even.
+    cos, sin : ``[batch or 1, S, width]``
+        In the query's dtype.
+
+    Returns
+    -------
+    ``[batch, heads, S, width]``, contiguous
+    """
+    low, high = query.chunk(2, dim=-1)
+    rotated = query * cos[:, :, None] + torch.cat((-high, low), dim=-1) * sin[:, :, None]
+    return rotated.transpose(1, 2).contiguous()
+
+
 def quest_update(
     keys: torch.Tensor,
     valid: torch.Tensor | None,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hisparse_kernels.fetch import fetch
 from hisparse_kernels.gqa_decode import gqa_decode
 from hisparse_kernels.miss_plan import HostSource
 
@@ -19,7 +18,7 @@ from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..records import RecordLayout
 from ..selector import LayerShape, Selector, SelectorState
-from ..side_stream import BACKGROUND_PROGRAMS, beside
+from ..side_stream import beside
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ class GqaLayer(HostedLayer):
         outputs = []
         for i in range(count):
             row = self._lanes(query[:, :, i])
-            read = self._read_before(row, as_ahead) if self.query_decides else None
+            read = self._read_ahead(row, as_ahead)
             keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
             self.append(keys, values)
             self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
@@ -194,31 +193,26 @@ class GqaLayer(HostedLayer):
         device = self.position.device
         with outside_inference_mode():
             if device.type != "cuda":
-                self._ahead = Ahead(self._claim_and_fetch(self._lanes(query()[:, :, 0])), query, None)
+                self._ahead = Ahead(self._claim_and_read(self._lanes(query()[:, :, 0])), query, None)
                 return
             with beside(device) as stream:
-                read = self._claim_and_fetch(self._lanes(query()[:, :, 0]))
+                read = self._claim_and_read(self._lanes(query()[:, :, 0]))
                 self._ahead = Ahead(read, query, stream.record_event())
 
-    def _claim_and_fetch(self, row: torch.Tensor) -> Read:
-        """What `_read_before` does, such that the model's own kernels have room beside it."""
+    def _claim_and_read(self, row: torch.Tensor) -> Read:
+        """Select before the query's own token is stored, and bring what is missing."""
         self.claim()
         selection = self._select(row)
-        slots, source = self.resolve(selection)
-        fetch(source.pool, source.host_rows, source.plan, self.buffer.data, BACKGROUND_PROGRAMS)
-        return Read(selection, slots, None)
+        return Read(selection, self.read(selection), None)
 
-    def _read_before(self, row: torch.Tensor, as_ahead: bool) -> Read:
-        """What the query reads, before its token is stored: read ahead, or now, with `as_ahead` by the same kernels."""
+    def _read_ahead(self, row: torch.Tensor, as_ahead: bool) -> Read | None:
+        """What was read ahead for the query, or now with `as_ahead`, by the same kernels; None if nothing was."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            if ahead.ready is not None:
-                torch.cuda.current_stream(self.position.device).wait_event(ahead.ready)
-            return ahead.read
-        if as_ahead:
-            return self._claim_and_fetch(row)
-        self.claim()
-        return self._select_and_read(row)
+        if ahead is None:
+            return self._claim_and_read(row) if as_ahead else None
+        if ahead.ready is not None:
+            torch.cuda.current_stream(self.position.device).wait_event(ahead.ready)
+        return ahead.read
 
     def _select_and_read(self, row: torch.Tensor) -> Read:
         """Select, and bring what is missing or let attention do it: `row` is ``[lanes, group, width]``."""

@@ -85,13 +85,13 @@ def test_what_is_read_is_asked_for_before_keys_are_computed(device, monkeypatch,
     for index, layer in enumerate(model.model.layers):
         part = getattr(layer.self_attn, later)
         part.register_forward_hook(lambda *_, index=index: order.append(("keys", index)))
-    read = GqaLayer._claim_and_fetch
+    read = GqaLayer._claim_and_read
 
     def noting(self: GqaLayer, row: torch.Tensor) -> object:
         order.append(("read", self.layer_idx))
         return read(self, row)
 
-    monkeypatch.setattr(GqaLayer, "_claim_and_fetch", noting)
+    monkeypatch.setattr(GqaLayer, "_claim_and_read", noting)
     _, cache = steps(model, prompt(1, LENGTH + NEW, device=device), None, captured=True)
     first = len(model.model.layers) - len(hosted(cache))
     in_a_step = [("keys", index) for index in range(first)]
