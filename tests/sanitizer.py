@@ -7,6 +7,7 @@ Of tests/kernels, what launches a kernel, and of the kernels, the project's own:
 racecheck finds hazards in its attention. Tests run many times as long as usual, so a few at a time are dealt to processes side
 by side; what --seconds ends counts as not run. First each tool must find what is wrong in a kernel made for it
 (tests/faulty_kernels.py).
+Rows of the CSV of other tools and kernels stay.
 Exit code 1 if anything is found or fails, or a process breaks off.
 """
 
@@ -37,7 +38,7 @@ from tqdm import tqdm
 from triton.runtime.jit import KernelInterface
 
 import hisparse_kernels
-from eval.environment import write_csv
+from eval.environment import merge_rows, write_csv
 from eval.flags import command_line
 from eval.output import RESULTS
 from hisparse_kernels.dispatch import ceil_div
@@ -237,7 +238,7 @@ def main() -> None:
     ]
     for row in rows:
         print(row)
-    write_csv(args.output, rows)
+    write_csv(args.output, merge_rows(args.output, rows, ("tool", "kernel")))
     print(f"written: {args.output}")
     if any(row["found"] or row["failed"] for row in rows):
         raise SystemExit(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from eval import environment
 from tests import sanitizer
 from tests.sanitizer import (
     FAULTS,
@@ -189,7 +190,8 @@ def test_kernels_that_no_test_launches_are_named(tmp_path, monkeypatch, name):
         kernel_tests([name])
 
 
-def test_a_tool_named_twice_runs_once(tmp_path, monkeypatch, capsys):
+def prepare(monkeypatch, output: Path) -> list[tuple[str, ...]]:
+    """Let one test of `append` run under no tool; what ran."""
     runs = []
 
     def run(tool: str, portion: Portion, *args: object) -> tuple[Counter[str], str]:
@@ -201,13 +203,30 @@ def test_a_tool_named_twice_runs_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sanitizer, "run", run)
     monkeypatch.setattr(sanitizer, "kernel_tests", lambda names: collected)
     monkeypatch.setattr(sanitizer, "check_tools", lambda *args: None)
-    monkeypatch.setattr(sanitizer, "write_csv", lambda *args: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("sys.argv", ["sanitizer", "--tools", "memcheck", "memcheck"])
+    for name in ("link_bandwidth", "memory_bandwidth"):
+        monkeypatch.setattr(environment, name, lambda: 0.0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setattr("sys.argv", ["sanitizer", "--tools", "memcheck", "memcheck", "--output", str(output)])
+    return runs
+
+
+def test_a_tool_named_twice_runs_once(tmp_path, monkeypatch, capsys):
+    runs = prepare(monkeypatch, tmp_path / "all.csv")
     sanitizer.main()
     assert runs == [("memcheck", "tests/kernels/test_append.py::test_a")]
     assert "'tests': 1, 'passed': 1" in capsys.readouterr().out
+
+
+def test_rows_of_what_does_not_run_again_stay(tmp_path, monkeypatch):
+    output = tmp_path / "all.csv"
+    rows = [("memcheck", "append", "5"), ("memcheck", "fetch", "6"), ("racecheck", "append", "7")]
+    output.write_text("tool,kernel,passed,failed\n" + "".join(f"{','.join(row)},1\n" for row in rows))
+    prepare(monkeypatch, output)
+    sanitizer.main()  # ends well: that something failed in an earlier run is that run's
+    found = [(row["tool"], row["kernel"], row["passed"]) for row in environment.read_csv(output)]
+    assert found == [("memcheck", "append", "1"), *rows[1:]]
 
 
 @pytest.mark.parametrize("option", ["--jobs", "--together"])
