@@ -313,7 +313,10 @@ class DecodeGraphs:
     def __repr__(self) -> str:
         if not self.enabled:
             return "off"
-        return self._refused or f"{self.captures} captured, {self.replays} replayed"
+        cache = self._cache()
+        ahead = sum(getattr(layer, "query_first", False) for layer in cache.hosted_layers) if cache else 0
+        said = f"{self.captures} captured, {self.replays} replayed"
+        return self._refused or (f"{said}, layers that read ahead: {ahead}" if ahead else said)
 
 
 def _forward_hooks(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:

@@ -187,3 +187,10 @@ def test_a_step_that_failed_leaves_no_expectation(device):
     layer.query_first = False
     layer.read_ahead(lambda: torch.zeros(1, device=device))
     assert layer._expected is None and layer._ahead is None
+
+
+def test_repr_says_which_layers_read_ahead(device):
+    cache = HiSparseCache(models.build("qwen3").to(device), Quest(32, 4, dense_layers=1))
+    assert "read ahead" not in repr(cache)
+    hosted(cache)[0].query_first = True
+    assert "0 replayed, layers that read ahead: 1" in repr(cache)
