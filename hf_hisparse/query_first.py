@@ -5,13 +5,14 @@ query first; projections, norms and rotary embedding of keys and values come aft
 and the link can bring what is missing. So while a step is captured (see `graphs`) hooks take the query where it is made, and
 selection, resolve and fetch go to a side stream, beside the rest of the layer; attention waits for them.
 
-In the models named here the query that attention is handed is made of that output alone. Whether it is in the one at hand, whose
-parts may have been replaced, is looked at in the eager step before a capture: bit for bit, or the layer does as before.
+In the models named here the query that attention is handed is made of that output alone. Whether it is in the one at hand is seen
+in the eager step before a capture, bit for bit; or the layer does as before.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,9 @@ def early_queries(
             rotary, call = embeddings.pop(attention, None), current_call()
             if rotary is None or call is None or call.cache is not cache:
                 return
-            if any(table.dtype is not output.dtype for table in rotary):
+            if any(
+                table.dtype is not output.dtype or table.shape[-1] != attention.head_dim for table in rotary
+            ):
                 return
             layer = cache.layers[attention.layer_idx]
             if isinstance(layer, GqaLayer) and layer.query_decides:
@@ -72,26 +75,44 @@ def early_queries(
         for attention, part in _query_parts(model):
             hooks.callback(attention.register_forward_pre_hook(is_called, with_kwargs=True).remove)
             hooks.callback(part.register_forward_hook(made_for(attention)).remove)
-        yield
+        try:
+            yield
+        finally:
+            for layer in cache.layers:
+                if isinstance(layer, GqaLayer):
+                    layer.forget_query()
 
 
 def _query_parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
     """Each attention of a known class, and the part of it that the query comes from.
 
-    None whose forward is somebody else's: what that does to the query may depend on more than one step can show.
+    None whose forward or rotary embedding is somebody else's: what that does to the query may depend on more than one step can
+    show.
     """
     for module in model.modules():
         kind = type(module)
-        part = _QUERY_PARTS.get(kind.__name__)
-        known = kind.__module__.startswith("transformers.models.")
-        if part is not None and known and module.forward.__module__ == kind.__module__:
-            yield module, module.get_submodule(part)
+        if kind.__name__ not in _QUERY_PARTS or not kind.__module__.startswith("transformers.models."):
+            continue
+        part = getattr(module, _QUERY_PARTS[kind.__name__], None)
+        rotary = getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
+        if isinstance(part, torch.nn.Module) and _is_theirs(module.forward) and _is_theirs(rotary):
+            yield module, part
+
+
+def _is_theirs(function: Any) -> bool:
+    """Whether a function, and all that it wraps, is transformers' own; what `functools.wraps` makes says so of any."""
+    function = getattr(function, "__func__", function)
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _rotated(attention: Any, output: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The query, ``[batch, query heads, S, width]``, as the model makes it of the output of its projection or norm.
 
-    Not by the function that the model calls: in its place there may be one that rotates in place, `output` then.
+    By one kernel where the model's function launches five, and attention waits for what is selected by it.
     """
     query = output.reshape(*output.shape[:2], -1, attention.head_dim)
     return rotate(query.contiguous(), cos.contiguous(), sin.contiguous())

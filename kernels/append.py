@@ -71,8 +71,11 @@ def _slot_of(
         tl.store(page_table + evicted, -1, mask=evicted >= 0)
         tl.store(page_table + record, slot)
         tl.store(slot_records + slot, record.to(tl.int32))
-        row = lane // heads
-        tl.store(host_rows + row * host_rows_stride + record, row.to(tl.int32), mask=lane % heads == 0)
+    # Also where a slot was claimed before: since then rows may have been rearranged.
+    row = lane // heads
+    tl.store(
+        host_rows + row * host_rows_stride + record, row.to(tl.int32), mask=is_first & (lane % heads == 0)
+    )
     return slot
 
 

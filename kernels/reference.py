@@ -126,8 +126,8 @@ def claim(
 ) -> None:
     """Give the record of a new token its slot, where the token is its first one and it has none yet.
 
-    That is the slot of the least recently used record, and becomes the most recently used. The record can be selected from
-    then on; its token comes with `append`.
+    That is the slot of the least recently used record, and becomes the most recently used. The record, which each batch row has
+    on the host in its own place, can be selected from then on; its token comes with `append`.
 
     Parameters
     ----------
@@ -135,8 +135,11 @@ def claim(
         As in `append`; all but `position` are updated in place.
     """
     record, offset = divmod(int(position), tokens_per_record)
+    if offset:
+        return
+    host_rows[:, record] = torch.arange(len(host_rows), dtype=host_rows.dtype, device=host_rows.device)
     without = page_table[:, record] < 0
-    if offset or not without.any():
+    if not without.any():
         return
     lane = without.nonzero()[:, 0]
     head, tail = _make_room(recency, 1, without)
@@ -152,8 +155,6 @@ def claim(
     page_table[lane[resident], evicted[resident]] = -1
     page_table[lane, record] = slot.to(page_table.dtype)
     slot_records[lane, slot] = record
-    row = lane // (len(page_table) // len(host_rows))
-    host_rows[row, record] = row.to(host_rows.dtype)
 
 
 def write_row(
@@ -439,7 +440,7 @@ def rotate(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     Parameters
     ----------
     query : ``[batch, S, heads, width]``
-        Contiguous, of a floating dtype, `width` even.
+        Contiguous; fp32, bf16, fp16 or fp64; `width` even.
     cos, sin : ``[batch or 1, S, width]``
         In the query's dtype.
 

@@ -10,6 +10,8 @@ from . import reference
 from .dispatch import block_of, on_device_of, use_triton
 from .early_launch import early_launch, wait_for_previous
 
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
 
 @triton.jit
 def _wide(value):
@@ -88,19 +90,23 @@ def rotate(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def _check(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    batch, tokens, _, width = query.shape
-    if not query.dtype.is_floating_point:
-        raise ValueError(f"query must be of a floating dtype, got {query.dtype}")
-    if width % 2 or not query.is_contiguous():
+    if query.dtype not in _DTYPES:
+        raise ValueError(f"query must be {', '.join(map(str, _DTYPES))}, got {query.dtype}")
+    if query.ndim != 4 or query.shape[3] % 2 or not query.is_contiguous():
         raise ValueError(
-            f"query must be contiguous and of even width, got {list(query.shape)} with strides {query.stride()}"
+            "query must be a contiguous [batch, S, heads, width] of even width, "
+            f"got {list(query.shape)} with strides {query.stride()}"
         )
+    batch, tokens, _, width = query.shape
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype is not query.dtype:
-            raise ValueError(f"{name} must be of the query's dtype, {query.dtype}, got {table.dtype}")
-        if table.ndim != 3 or table.shape[0] not in (1, batch) or table.shape[1:] != (tokens, width):
+        if table.dtype is not query.dtype or table.device != query.device:
             raise ValueError(
-                f"{name} must be [1 or {batch}, {tokens}, {width}] to suit the query, got {list(table.shape)}"
+                f"{name} must be of the query's dtype and on its device, {query.dtype} on {query.device}, "
+                f"got {table.dtype} on {table.device}"
             )
-        if not table[0].is_contiguous():
+        if table.shape not in ((batch, tokens, width), (1, tokens, width)):
+            raise ValueError(
+                f"{name} must be {[batch, tokens, width]}, or that of one row, to suit the query, got {list(table.shape)}"
+            )
+        if table.numel() and not table[0].is_contiguous():
             raise ValueError(f"{name} must be contiguous in a batch row, got strides {table.stride()}")

@@ -187,7 +187,6 @@ class GqaLayer(HostedLayer):
         query : callable
             Makes it: ``[batch, query heads, 1, width]``.
         """
-        self._expected = None  # left by a call that failed
         if not self.query_first:
             return
         device = self.position.device
@@ -198,6 +197,10 @@ class GqaLayer(HostedLayer):
             with beside(device) as stream:
                 read = self._claim_and_read(self._lanes(query()[:, :, 0]))
                 self._ahead = Ahead(read, query, stream.record_event())
+
+    def forget_query(self) -> None:
+        """Expect and read nothing any more: the call is over, or broke off."""
+        self._expected = self._ahead = None
 
     def _claim_and_read(self, row: torch.Tensor) -> Read:
         """Select before the query's own token is stored, and bring what is missing."""
@@ -226,21 +229,15 @@ class GqaLayer(HostedLayer):
 
     def _is_expected(self, query: torch.Tensor) -> bool:
         """Whether attention is handed what `expect_query` was told; if so, captured steps read ahead (waits for the device)."""
-        expected, self._expected = self._expected, None
-        if expected is None or self.padding.capturing:
+        if self._expected is None:
             return False
-        self.query_first = torch.equal(expected, query)
+        self.query_first = torch.equal(self._expected, query)
         if not self.query_first:
             logger.debug(
                 "%s: the query is not made as expected, so misses are fetched after keys and values",
                 self.name,
             )
         return self.query_first
-
-    def restore(self, counts: tuple[int, ...]) -> None:
-        """Back to `counts` (see `HostedLayer.restore`)."""
-        super().restore(counts)
-        self._ahead = None
 
     def _check_selection(self, selection: torch.Tensor) -> None:
         """Hold a selector to its word: the shape always, the content, which the GPU would have to wait for, with `verify`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -9,14 +10,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from hf_hisparse import HiSparseCache, Quest
+from hf_hisparse import HiSparseCache, Quest, query_first
 from hf_hisparse.graphs import as_captured
 from hf_hisparse.models.gqa import GqaLayer
+from hf_hisparse.models.quest import QuestState
 from hf_hisparse.query_first import early_queries
 from tests import models
 from tests.models import prompt
 
 LENGTH, NEW = 300, 20
+OWN_FORWARD, OWN_ROTARY = modeling_llama.LlamaAttention.forward, modeling_llama.apply_rotary_pos_emb
 
 
 class Added(torch.nn.Module):
@@ -98,21 +101,28 @@ def test_what_is_read_is_asked_for_before_keys_are_computed(device, monkeypatch,
     for index in range(first, len(model.model.layers)):
         in_a_step += [("read", index), ("keys", index)]
     assert order[-len(in_a_step) :] == in_a_step
+    first_step = [index for what, index in order[: -len(in_a_step) * (NEW - 1)] if what == "read"]
+    assert first_step == [
+        layer.layer_idx for layer in hosted(cache)
+    ]  # by the same kernels, which that step compiles
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_query_that_is_made_otherwise_is_waited_for(device, name):
-    """The hooks are then within what makes the query; with a norm after it they see all of it."""
+def test_a_query_that_is_made_otherwise_is_waited_for(device, monkeypatch, name):
+    """The hooks are then within what makes the query; on all of it they see what they expect."""
     model = models.build(name).to(device)
     ids = prompt(1, LENGTH + NEW, device=device)
-    part = "q_norm" if name == "qwen3" else "q_proj"
+    part, hooked = "q_norm" if name == "qwen3" else "q_proj", []
     for layer in model.model.layers:
         attention = layer.self_attn
         whole = Added(getattr(attention, part))
-        inner = whole.projection
         setattr(attention, part, whole)
-        attention.get_submodule = lambda target, inner=inner: inner  # hooked before it was wrapped
+        hooked.append((attention, whole.projection))
     want, _ = steps(model, ids, None, captured=False)
+    got, cache = steps(model, ids, None, captured=True)
+    assert all(layer.query_first for layer in hosted(cache))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    monkeypatch.setattr(query_first, "_query_parts", lambda model: iter(hooked))
     got, cache = steps(model, ids, None, captured=True)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
@@ -170,6 +180,48 @@ def test_a_forward_of_somebody_else_is_waited_for(device, forward):
     assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
 
 
+def wrapped_forward(model, monkeypatch):
+    """A forward that says it is transformers' own, as functools.wraps makes it."""
+
+    @functools.wraps(OWN_FORWARD)
+    def forward(self, *args, **kwargs):
+        return rotated_otherwise_when_far(self, *args, **kwargs)
+
+    for layer in model.model.layers:
+        layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
+
+
+def plain_projection(model, monkeypatch):
+    """A projection that is no module."""
+    for layer in model.model.layers:
+        forward = layer.self_attn.q_proj.forward
+        del layer.self_attn.q_proj
+        layer.self_attn.q_proj = forward
+
+
+def half_tables(model, monkeypatch):
+    """Tables of half a head's width, and the function for them."""
+    own = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda *args, **kwargs: tuple(
+        table[..., : table.shape[-1] // 2] for table in own(*args, **kwargs)
+    )
+    monkeypatch.setattr(
+        modeling_llama,
+        "apply_rotary_pos_emb",
+        lambda q, k, cos, sin: OWN_ROTARY(q, k, cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)),
+    )
+
+
+@pytest.mark.parametrize("replace", [wrapped_forward, plain_projection, half_tables])
+def test_parts_of_somebody_else(device, monkeypatch, replace):
+    model = models.build("llama").to(device)
+    replace(model, monkeypatch)
+    ids = prompt(1, LENGTH + NEW, device=device)
+    want, _ = steps(model, ids, None, captured=False)
+    got, _ = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
 @torch.no_grad()
 def test_hooks_go_with_the_step(device):
     model = models.build("qwen3").to(device)
@@ -178,15 +230,80 @@ def test_hooks_go_with_the_step(device):
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_a_step_that_failed_leaves_no_expectation(device):
-    """Else the capture after it would compare, and wait for the device."""
+@torch.no_grad()
+@pytest.mark.parametrize("tell", [GqaLayer.expect_query, GqaLayer.read_ahead])
+def test_a_call_that_breaks_off_leaves_nothing_expected(device, tell):
+    """Else a later one would compare with it, or read by it."""
     model = models.build("qwen3").to(device)
-    _, cache = steps(model, prompt(1, LENGTH + NEW, device=device), None, captured=True)
-    layer = hosted(cache)[0]
-    layer.expect_query(lambda: torch.zeros(1, device=device))
-    layer.query_first = False
-    layer.read_ahead(lambda: torch.zeros(1, device=device))
-    assert layer._expected is None and layer._ahead is None
+    ids = prompt(1, LENGTH + NEW + 1, device=device)
+    _, cache = steps(model, ids[:, :-1], None, captured=True)
+    broken = model.model.layers[-1].self_attn.v_proj
+    told = []
+    broken.register_forward_pre_hook(lambda *_: told.append(hosted(cache)[-1]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError), early_queries(model, cache, tell):
+        model(ids[:, -1:], past_key_values=cache)
+    assert told and all(layer._expected is None and layer._ahead is None for layer in hosted(cache))
+
+
+@torch.no_grad()
+def test_a_call_with_another_cache_tells_nothing(device):
+    model = models.build("qwen3").to(device)
+    ids = prompt(1, LENGTH, device=device)
+    cache, other = (HiSparseCache(model, Quest(32, 4, dense_layers=1), graphs=False) for _ in range(2))
+    told = []
+    for each in (cache, other):
+        model(ids, past_key_values=each)
+    with early_queries(model, cache, lambda layer, query: told.append(layer)):
+        model(ids[:, :1], past_key_values=other)
+        assert not told
+        model(ids[:, :1], past_key_values=cache)
+    assert told == hosted(cache)
+
+
+def test_a_selector_that_looks_at_the_newest_token_is_waited_for(device, monkeypatch):
+    monkeypatch.delattr(QuestState, "newest_counts")
+    model = models.build("llama").to(device)
+    ids = prompt(1, LENGTH + NEW, device=device)
+    want, _ = steps(model, ids, None, captured=False)
+    got, cache = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+
+
+@torch.no_grad()
+def test_tables_of_another_dtype_give_the_error_that_they_gave(device):
+    """Keys and values of two dtypes, not what the rotation on the side wants."""
+    model = models.build("llama").to(device)
+    own = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda *args, **kwargs: tuple(
+        table.double() for table in own(*args, **kwargs)
+    )
+    cache = HiSparseCache(model, Quest(32, 4, dense_layers=0), graphs=False)
+    told = []
+    with (
+        pytest.raises(ValueError, match="float64"),
+        early_queries(model, cache, lambda *query: told.append(query)),
+    ):
+        model(prompt(1, LENGTH, device=device), past_key_values=cache)
+    assert not told
+
+
+@torch.no_grad()
+def test_strided_projections_and_tables(device):
+    model = models.build("llama").to(device)
+    own = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda *args, **kwargs: tuple(map(strided, own(*args, **kwargs)))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda part, args, output: strided(output))
+    ids = prompt(1, LENGTH + NEW, device=device)
+    want, _ = steps(model, ids, None, captured=False)
+    got, cache = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert hosted(cache) and all(layer.query_first for layer in hosted(cache))
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 def test_repr_says_which_layers_read_ahead(device):

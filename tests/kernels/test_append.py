@@ -182,6 +182,21 @@ def test_lanes_that_have_a_slot_claim_none(device, function):
 
 
 @pytest.mark.parametrize("implementation", [append, reference.append], ids=["kernel", "reference"])
+def test_rows_rearranged_after_a_claim(device, implementation):
+    """The record's first token is written to each batch row's own place, whatever `host_rows` said of it in the meantime."""
+    layer, new = layer_and_tokens(3, 2, 4, 2, 8, 8, torch.float16)
+    layer = layer.to(device)
+    run_claim(claim, layer, position=20, tokens=2)
+    layer.host_rows[:, 10] = layer.host_rows[:, 10].flip(0)
+    keys, values = new()
+    run(implementation, layer, keys, values, 20, 2)
+    assert layer.host_rows[:, 10].tolist() == [0, 1, 2]
+    layer.host_rows[:, 10] = layer.host_rows[:, 10].flip(0)
+    run(implementation, layer, keys, values, 21, 2)
+    assert layer.host_rows[:, 10].tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("implementation", [append, reference.append], ids=["kernel", "reference"])
 def test_a_cropped_record_is_continued_on_the_host_alone(device, implementation):
     layer, new = layer_and_tokens(1, 2, 4, 4, 8, 8, torch.float16)
     layer = layer.to(device)

@@ -43,24 +43,28 @@ def test_the_bits_of_the_model(device, implementation, batch, tokens, heads, wid
 
 
 def test_rows_that_lie_apart(device):
-    query, cos, sin = case(3, 1, 2, 16, 6, torch.float32, device)
-    rows = cos[::2], sin[1::2]
+    query, cos, sin = case(3, 1, 2, 16, 9, torch.float32, device)
+    rows = cos[::2][:3], sin[::3]
     assert_same_bits("rotated", rotate(query, *rows), reference.rotate(query, *rows))
 
 
-def test_no_token_gives_no_query(device):
-    query, cos, sin = case(2, 0, 4, 8, 2, torch.float32, device)
-    assert rotate(query, cos, sin).shape == (2, 4, 0, 8)
+@pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 1)])
+def test_no_token_gives_no_query(device, batch, tokens):
+    query, cos, sin = case(batch, tokens, 4, 8, batch, torch.float32, device)
+    assert rotate(query, cos, sin).shape == (batch, 4, tokens, 8)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"query": torch.zeros(2, 1, 4, 8, dtype=torch.int32)}, "floating dtype, got torch.int32"),
+        ({"query": torch.zeros(2, 1, 4, 8, dtype=torch.int32)}, "torch.bfloat16, .* got torch.int32"),
+        ({"query": torch.zeros(2, 4, 8)}, r"\[batch, S, heads, width\]"),
         ({"query": torch.zeros(2, 1, 4, 7)}, "even width"),
-        ({"query": torch.zeros(2, 4, 1, 8).transpose(1, 2)[:, :, ::2]}, "must be contiguous"),
+        ({"query": torch.zeros(2, 4, 1, 8).transpose(1, 2)[:, :, ::2]}, "must be a contiguous"),
         ({"cos": torch.zeros(2, 1, 8, dtype=torch.float16)}, "cos must be of the query's dtype"),
-        ({"cos": torch.zeros(3, 1, 8)}, "1 or 2"),
+        ({"cos": torch.zeros(2, 1, 8, device="meta")}, "on its device, torch.float32 on cpu"),
+        ({"cos": torch.zeros(3, 1, 8)}, r"cos must be \[2, 1, 8\], or that of one row"),
+        ({"cos": torch.zeros(0, 1, 8)}, r"got \[0, 1, 8\]"),
         ({"sin": torch.zeros(2, 1, 4)}, "sin must be"),
         ({"sin": torch.zeros(2, 1, 16)[:, :, ::2]}, "contiguous in a batch row"),
     ],
