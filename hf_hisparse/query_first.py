@@ -5,8 +5,10 @@ query first; projections, norms and rotary embedding of keys and values come aft
 and the link can bring what is missing. So while a step is captured (see `graphs`) hooks take the query where it is made, and
 selection, resolve and fetch go to a side stream, beside the rest of the layer; attention waits for them.
 
-In the models named here the query that attention is handed is made of that output alone. Whether it is in the one at hand is seen
-in the eager step before a capture, bit for bit; or the layer does as before.
+In the models named here the query is the rotated output of one projection or norm. That this holds for the model at hand is
+checked bit for bit in the eager step before a capture; where it does not, the layer selects and fetches after keys and values.
+
+Not to be confused with the kernel `fetch_ahead`, which begins before its own resolve has ended.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ def early_queries(
     model: torch.nn.Module, cache: HiSparseCache, tell: Callable[[GqaLayer, Callable[[], torch.Tensor]], None]
 ) -> Iterator[None]:
     """In calls of `model` with `cache`, tell each layer that can use it of its query as soon as that can be made.
+
+    On leaving, hooks are removed and layers forget what they expected.
 
     Parameters
     ----------
@@ -100,19 +104,16 @@ def _query_parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torc
 
 
 def _is_theirs(function: Any) -> bool:
-    """Whether a function, and all that it wraps, is transformers' own; what `functools.wraps` makes says so of any."""
+    """Whether a function, and all that it wraps, is transformers' own, by its globals: `functools.wraps` copies `__module__`."""
     function = getattr(function, "__func__", function)
-    while function is not None:
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
+    theirs = getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
+    return theirs and (not hasattr(function, "__wrapped__") or _is_theirs(function.__wrapped__))
 
 
 def _rotated(attention: Any, output: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The query, ``[batch, query heads, S, width]``, as the model makes it of the output of its projection or norm.
 
-    By one kernel where the model's function launches five, and attention waits for what is selected by it.
+    One kernel instead of the model's five: attention waits for the selection, which waits for this.
     """
     query = output.reshape(*output.shape[:2], -1, attention.head_dim)
     return rotate(query.contiguous(), cos.contiguous(), sin.contiguous())

@@ -12,7 +12,8 @@ masked by attention, but a record of nothing else is a wasted choice: `extend` a
 on the same tensors each time (`grow` and `rearrange` may replace them). ``verify=True`` checks every selection.
 
 A state whose `select` does not look at what `append` gave it of the newest token can say so with an attribute
-``newest_counts = False``. Then replayed steps may call `select` before `append`, while the model computes keys and values.
+``newest_counts = False``. Then a step that is captured, and the eager one before it, call `select` before `append`: of the record
+of `position` nothing may have been appended yet. In replayed steps that is while the model computes keys and values.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class SelectorState(Protocol):
         """Take one token per row (decode): `keys` ``[lanes, key_width]``, `valid` bool ``[batch]`` or None."""
 
     def select(self, query: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Name the records that the query at `position` reads; its own token was appended before.
+        """Name the records that the query at `position` reads; its own token was appended before, unless
+        `newest_counts` is False.
 
         `query` is ``[lanes, group, key_width]``. Returns int ``[lanes, top_k]``, different records none of which
         begins after `position`, -1 for none; the record of `position` itself must be among them.

@@ -1,4 +1,4 @@
-"""Append one token per lane: to the host pool and to a slot of the hot buffer, which `claim` may have given its record before."""
+"""Append one token per lane, to the host pool and to a slot of the hot buffer; `claim` gives the slot alone, before that."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _slot_of(
         tl.store(page_table + evicted, -1, mask=evicted >= 0)
         tl.store(page_table + record, slot)
         tl.store(slot_records + slot, record.to(tl.int32))
-    # Also where a slot was claimed before: since then rows may have been rearranged.
+    # Also where `claim` gave the slot: it is a call of its own, and rows may have been rearranged since.
     row = lane // heads
     tl.store(
         host_rows + row * host_rows_stride + record, row.to(tl.int32), mask=is_first & (lane % heads == 0)

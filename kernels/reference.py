@@ -82,7 +82,7 @@ def append(
 ) -> None:
     """Store one new token per lane, in the host pool and in a slot (write-allocate).
 
-    A token goes to the slot that its record has; with the first one it gets it, if `claim` has not given it before. A record
+    A token goes to the slot that its record has. The record's first token gives it one, unless `claim` has. A record
     that is still filling but has no slot (its history was cropped) is written to the host alone, to be fetched when it is
     selected.
 
@@ -126,13 +126,13 @@ def claim(
 ) -> None:
     """Give the record of a new token its slot, where the token is its first one and it has none yet.
 
-    That is the slot of the least recently used record, and becomes the most recently used. The record, which each batch row has
-    on the host in its own place, can be selected from then on; its token comes with `append`.
+    It takes the least recently used slot (an empty one first), which becomes the most recently used. `host_rows` is set to each
+    row's own place, also where a slot is held already. The record can be selected from then on; its token comes with `append`.
 
     Parameters
     ----------
     position, host_rows, page_table, slot_records, recency, tokens_per_record
-        As in `append`; all but `position` are updated in place.
+        As in `append`; `host_rows`, `page_table`, `slot_records` and `recency` are updated in place.
     """
     record, offset = divmod(int(position), tokens_per_record)
     if offset:
@@ -442,7 +442,7 @@ def rotate(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     query : ``[batch, S, heads, width]``
         Contiguous; fp32, bf16, fp16 or fp64; `width` even.
     cos, sin : ``[batch or 1, S, width]``
-        In the query's dtype.
+        In the query's dtype, on its device, contiguous in a batch row.
 
     Returns
     -------

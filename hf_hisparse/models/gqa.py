@@ -146,7 +146,7 @@ class GqaLayer(HostedLayer):
         outputs = []
         for i in range(count):
             row = self._lanes(query[:, :, i])
-            read = self._read_ahead(row, as_ahead)
+            read = self._what_was_read(row, as_ahead)
             keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
             self.append(keys, values)
             self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
@@ -175,12 +175,14 @@ class GqaLayer(HostedLayer):
         return not getattr(self.state, "newest_counts", True)
 
     def expect_query(self, query: Callable[[], torch.Tensor]) -> None:
-        """Compare what attention is handed next with what `query` makes, and so find out whether `read_ahead` can be."""
+        """Keep what `query` makes, to be compared with the query that attention is handed (see `_is_expected`)."""
         self._expected = query()
 
     @own_sums
     def read_ahead(self, query: Callable[[], torch.Tensor]) -> None:
         """Select and fetch beside what the model does now, if it is known that `query` makes the step's query.
+
+        On a GPU only while a step is captured: nothing is said to the allocator of what the side stream uses.
 
         Parameters
         ----------
@@ -208,8 +210,12 @@ class GqaLayer(HostedLayer):
         selection = self._select(row)
         return Read(selection, self.read(selection), None)
 
-    def _read_ahead(self, row: torch.Tensor, as_ahead: bool) -> Read | None:
-        """What was read ahead for the query, or now with `as_ahead`, by the same kernels; None if nothing was."""
+    def _what_was_read(self, row: torch.Tensor, as_ahead: bool) -> Read | None:
+        """What was read ahead for the query; None if nothing was.
+
+        With `as_ahead`, in the eager step before a capture, it is read now, by the kernels that the capture launches: so they are
+        compiled.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return self._claim_and_read(row) if as_ahead else None
