@@ -189,6 +189,9 @@ class DecodeGraphs:
             obstacle = _obstacle(model, cache)
             if obstacle:
                 self._refuse(obstacle)
+            for layer in cache.hosted_layers:
+                if isinstance(layer, GqaLayer):
+                    layer.query_first = False
             with early_queries(model, cache, GqaLayer.expect_query):
                 output = forward(**kwargs)
             self._warm.add(warm)  # not if it failed on the way
@@ -298,6 +301,7 @@ class DecodeGraphs:
             parts = [part for part in model.modules() if part is not model]
             self._hooks = [hooks for part in parts for hooks in _forward_hooks(part)]
             self._hooks_of = weakref.ref(model)
+            self._warm.clear()  # which layers can read ahead was seen with another model
         # Asked in every step, of hundreds of parts.
         foreign = [hooks for hooks in self._hooks if hooks and any(map(_foreign, hooks.values()))]
         if not foreign:
@@ -365,7 +369,7 @@ def _only_known(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:
         isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + 1
     )
     return (
-        kwargs.get("return_dict", True) is True
+        kwargs.get("return_dict") in (None, True)
         and isinstance(kwargs.get("logits_to_keep", 1), int)
         and (mask is None or whole_mask)
     )

@@ -57,13 +57,19 @@ def early_queries(
     """
     embeddings: dict[Any, Any] = {}  # rotary, of the attention that is being called
 
+    def is_asked() -> bool:
+        """Whether this is a call with `cache`: hooks run in calls of other threads, too."""
+        call = current_call()
+        return call is not None and call.cache is cache
+
     def is_called(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        embeddings[attention] = kwargs.get("position_embeddings")
+        if is_asked():
+            embeddings[attention] = kwargs.get("position_embeddings")
 
     def made_for(attention: Any) -> Callable[..., None]:
         def is_made(part: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
-            rotary, call = embeddings.pop(attention, None), current_call()
-            if rotary is None or call is None or call.cache is not cache:
+            rotary = embeddings.pop(attention, None) if is_asked() else None
+            if rotary is None:
                 return
             if any(
                 table.dtype is not output.dtype or table.shape[-1] != attention.head_dim for table in rotary

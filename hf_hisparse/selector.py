@@ -76,7 +76,8 @@ class SelectorState(Protocol):
         `newest_counts` is False.
 
         `query` is ``[lanes, group, key_width]``. Returns int ``[lanes, top_k]``, different records none of which
-        begins after `position`, -1 for none; the record of `position` itself must be among them.
+        begins after `position`, -1 for none; the record of `position` itself must be among them, or its slot may be given
+        to another one, and what is read is wrong.
         """
 
     def crop(self, tokens: int) -> None:

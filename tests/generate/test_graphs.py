@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
-from hf_hisparse.graphs import ReplayingForward, as_captured
+from hf_hisparse.graphs import ReplayingForward, _only_known, as_captured
 from tests import dsa_models, models, msa_models
 from tests.models import prompt
 
@@ -254,3 +254,12 @@ def test_a_copied_model_runs_its_own_forward():
     disable(twin)
     assert "forward" not in vars(twin)
     assert isinstance(model.forward, ReplayingForward)
+
+
+def test_a_wrapper_that_leaves_the_kind_of_output_open_is_no_obstacle(device):
+    """As peft's models do, which pass on ``return_dict=None``."""
+    cache = new_cache(models.build("qwen3").to(device))
+    step = {"input_ids": prompt(1, 1, device=device)}
+    assert _only_known(cache, step | {"return_dict": None})
+    assert _only_known(cache, step | {"return_dict": True})
+    assert not _only_known(cache, step | {"return_dict": False})

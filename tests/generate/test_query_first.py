@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -258,6 +259,39 @@ def test_a_call_with_another_cache_tells_nothing(device):
         assert not told
         model(ids[:, :1], past_key_values=cache)
     assert told == hosted(cache)
+
+
+@torch.no_grad()
+def test_a_call_in_another_thread_disturbs_nothing(device):
+    """It comes between a layer's call and its query, with other positions."""
+    model = models.build("qwen3").to(device)
+    ids = prompt(1, LENGTH, device=device)
+    cache, other = (HiSparseCache(model, Quest(32, 4, dense_layers=1), graphs=False) for _ in range(2))
+    model(ids, past_key_values=cache)
+    told, called = [], []
+
+    def calls(*args: object) -> None:
+        if not called:
+            called.append(True)
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(model, ids, past_key_values=other).result()
+
+    model.model.layers[-1].self_attn.q_norm.register_forward_pre_hook(calls)
+    with early_queries(model, cache, lambda layer, query: told.append((layer, query()))):
+        model(ids[:, :1], past_key_values=cache)
+    assert called and [layer for layer, _ in told] == hosted(cache)
+    assert {tuple(query.shape[2:]) for _, query in told} == {(1, model.config.head_dim)}
+
+
+def test_with_another_model_it_is_found_out_anew(device):
+    one, other = (models.build("qwen3").to(device) for _ in range(2))
+    graphs = HiSparseCache(one, Quest(32, 4, dense_layers=1)).graphs
+    graphs._hooked(one)
+    graphs._warm.add(("a step",))
+    graphs._hooked(one)
+    assert graphs._warm
+    graphs._hooked(other)
+    assert not graphs._warm
 
 
 def test_a_selector_that_looks_at_the_newest_token_is_waited_for(device, monkeypatch):
