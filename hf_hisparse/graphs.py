@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _CACHE_NAMES = ("cache", "past_key_values")  # from and before transformers 5.24
 # What a captured step may be called with, beside a cache, tokens, mask and positions: flags of `generate`.
 _FLAGS = ("use_cache", "return_dict", "logits_to_keep")
+DEVICE = "cuda"  # the type of device that captures
 
 
 class ReplayingForward:
@@ -349,7 +350,7 @@ def _is_decode(cache: HiSparseCache, kwargs: dict[str, Any]) -> bool:
     tokens = kwargs.get("input_ids")
     return (
         isinstance(tokens, torch.Tensor)
-        and tokens.is_cuda
+        and tokens.device.type == DEVICE
         and tokens.ndim == 2
         and tokens.shape[1] == 1
         and cache.get_seq_length() > 0
@@ -386,7 +387,7 @@ def _obstacle(model: PreTrainedModel, cache: HiSparseCache) -> str | None:
     if cache.verifies:
         return "verify=True compares on the CPU in every step"
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+    if len(devices) > 1 or next(iter(devices)).type != DEVICE:
         return f"the model's weights lie on {', '.join(sorted(map(str, devices)))}"
     hooked = next((module for module in model.modules() if hasattr(module, "_hf_hook")), None)
     return None if hooked is None else f"{type(hooked).__name__} has an accelerate hook"
