@@ -155,6 +155,25 @@ def rotated_otherwise_when_far(self, hidden_states, position_embeddings=None, po
     return type(self).forward(self, hidden_states, position_embeddings=rotary, **kwargs)
 
 
+def test_a_rotary_embedding_of_somebody_else_is_waited_for(device, monkeypatch):
+    """Its bits are the model's own at first."""
+    model = models.build("llama").to(device)
+    ids = prompt(1, LENGTH + NEW, device=device)
+    slowest = model.model.rotary_emb.inv_freq[-1]
+
+    @functools.wraps(OWN_ROTARY)
+    def rotary(q, k, cos, sin):
+        far = sin[:, :, len(model.model.rotary_emb.inv_freq) - 1] > torch.sin((LENGTH + 2.5) * slowest)
+        q, k = OWN_ROTARY(q, k, cos, sin)
+        return torch.where(far[:, None, :, None], -q, q), k
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary)
+    want, _ = steps(model, ids, None, captured=False)
+    got, cache = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+
+
 def without_projection(self, *args, **kwargs):
     """A forward that keeps its projection elsewhere."""
     self.q_proj = self.kept[0]
