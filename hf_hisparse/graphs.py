@@ -184,9 +184,8 @@ class DecodeGraphs:
         shape = (tokens.shape[0], mask is not None)
         hosted = len(cache.hosted_layers)
         warm = (id(model), hosted, *shape)
-        if (
-            warm not in self._warm
-        ):  # an eager step compiles kernels, sets up libraries, shows which queries can be had early
+        if warm not in self._warm:
+            # An eager step compiles kernels, sets up libraries, and shows which queries can be had early.
             obstacle = _obstacle(model, cache)
             if obstacle:
                 self._refuse(obstacle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -192,13 +193,10 @@ class GqaLayer(HostedLayer):
         if not self.query_first:
             return
         device = self.position.device
-        with outside_inference_mode():
-            if device.type != "cuda":
-                self._ahead = Ahead(self._claim_and_read(self._lanes(query()[:, :, 0])), query, None)
-                return
-            with beside(device) as stream:
-                read = self._claim_and_read(self._lanes(query()[:, :, 0]))
-                self._ahead = Ahead(read, query, stream.record_event())
+        side = beside(device) if device.type == "cuda" else nullcontext()
+        with outside_inference_mode(), side as stream:
+            read = self._claim_and_read(self._lanes(query()[:, :, 0]))
+            self._ahead = Ahead(read, query, None if stream is None else stream.record_event())
 
     def forget_query(self) -> None:
         """Expect and read nothing any more: the call is over, or broke off."""

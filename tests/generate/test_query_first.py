@@ -67,6 +67,14 @@ def steps(
     return torch.cat(logits, dim=1), cache
 
 
+def captured_as_eager(model: PreTrainedModel, ids: torch.Tensor) -> HiSparseCache:
+    """Hold steps such as are captured to the answers of eager ones; their cache."""
+    want, _ = steps(model, ids, None, captured=False)
+    got, cache = steps(model, ids, None, captured=True)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    return cache
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_sliding"])
 def test_read_ahead_answers_as_before(device, name, padded):
@@ -103,9 +111,8 @@ def test_what_is_read_is_asked_for_before_keys_are_computed(device, monkeypatch,
         in_a_step += [("read", index), ("keys", index)]
     assert order[-len(in_a_step) :] == in_a_step
     first_step = [index for what, index in order[: -len(in_a_step) * (NEW - 1)] if what == "read"]
-    assert first_step == [
-        layer.layer_idx for layer in hosted(cache)
-    ]  # by the same kernels, which that step compiles
+    # By the same kernels, which that step compiles.
+    assert first_step == [layer.layer_idx for layer in hosted(cache)]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -168,9 +175,7 @@ def test_a_rotary_embedding_of_somebody_else_is_waited_for(device, monkeypatch):
         return torch.where(far[:, None, :, None], -q, q), k
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary)
-    want, _ = steps(model, ids, None, captured=False)
-    got, cache = steps(model, ids, None, captured=True)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    cache = captured_as_eager(model, ids)
     assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
 
 
@@ -194,9 +199,7 @@ def test_a_forward_of_somebody_else_is_waited_for(device, forward):
         if forward is without_projection:
             attention.kept = (attention.q_proj,)
             del attention.q_proj
-    want, _ = steps(model, ids, None, captured=False)
-    got, cache = steps(model, ids, None, captured=True)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    cache = captured_as_eager(model, ids)
     assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
 
 
@@ -237,9 +240,7 @@ def test_parts_of_somebody_else(device, monkeypatch, replace):
     model = models.build("llama").to(device)
     replace(model, monkeypatch)
     ids = prompt(1, LENGTH + NEW, device=device)
-    want, _ = steps(model, ids, None, captured=False)
-    got, _ = steps(model, ids, None, captured=True)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    captured_as_eager(model, ids)
 
 
 @torch.no_grad()
@@ -317,9 +318,7 @@ def test_a_selector_that_looks_at_the_newest_token_is_waited_for(device, monkeyp
     monkeypatch.delattr(QuestState, "newest_counts")
     model = models.build("llama").to(device)
     ids = prompt(1, LENGTH + NEW, device=device)
-    want, _ = steps(model, ids, None, captured=False)
-    got, cache = steps(model, ids, None, captured=True)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    cache = captured_as_eager(model, ids)
     assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
 
 
@@ -349,9 +348,7 @@ def test_strided_projections_and_tables(device):
     for layer in model.model.layers:
         layer.self_attn.q_proj.register_forward_hook(lambda part, args, output: strided(output))
     ids = prompt(1, LENGTH + NEW, device=device)
-    want, _ = steps(model, ids, None, captured=False)
-    got, cache = steps(model, ids, None, captured=True)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    cache = captured_as_eager(model, ids)
     assert hosted(cache) and all(layer.query_first for layer in hosted(cache))
 
 
