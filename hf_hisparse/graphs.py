@@ -154,7 +154,7 @@ class DecodeGraphs:
         self.captures = 0
         self.replays = 0
         self._steps: dict[tuple[int, bool], _Step] = {}
-        self._warm: set[tuple[Any, ...]] = set()
+        self._warm: set[tuple[Any, ...]] = set()  # what eager steps of the model `_hooks_of` have prepared
         self._refused: str | None = None
         self._said: set[str] = set()  # why steps ran eagerly for a while
         self._hooks_of: weakref.ref[PreTrainedModel] | None = None
@@ -183,7 +183,7 @@ class DecodeGraphs:
             return forward(**kwargs)  # the layers let their selectors know
         shape = (tokens.shape[0], mask is not None)
         hosted = len(cache.hosted_layers)
-        warm = (id(model), hosted, *shape)
+        warm = (hosted, *shape)  # of this model: another one clears them
         if warm not in self._warm:
             # An eager step compiles kernels, sets up libraries, and shows which queries can be had early.
             obstacle = _obstacle(model, cache)
