@@ -85,24 +85,25 @@ def kernels(rows: list[Row]) -> Lines:
 
 
 def prefetch(rows: list[Row]) -> Lines:
-    """A line per history; the IO that a step waits for is what it takes over a step without any."""
-    ways = ("resident", "oracle", "synchronous", "prefetch")
+    """A line per model and history; the IO that a step waits for is what it takes over the same step without any."""
+    ways = ("resident", "resident, in turn", "in turn", "prefetch", "ahead")
     yield (
+        "layers of one selection",
         "history x batch",
         *(f"{way}, ms" for way in ways),
-        "IO waited for, ms: synchronous, prefetch",
-        "hidden",
+        "IO waited for, ms: in turn, prefetch, ahead",
     )
-    for place in dict.fromkeys((row["history"], row["batch"]) for row in rows):
-        ms = {
-            row["way"]: float(row["ms_per_step"]) for row in rows if (row["history"], row["batch"]) == place
-        }
-        waited, left = (ms[way] - ms["oracle"] for way in ("synchronous", "prefetch"))
+    names = ("share", "history", "batch")
+    for place in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        here = [row for row in rows if tuple(row[name] for name in names) == place]
+        ms = {row["way"]: float(row["ms_per_step"]) for row in here}
+        without = {"in turn": "oracle, in turn", "prefetch": "oracle, in turn", "ahead": "oracle"}
+        waited = [f"{ms[way] - ms[bound]:.2f}" if way in ms else "-" for way, bound in without.items()]
         yield (
-            f"{int(place[0]):,} x {place[1]}",
-            *(_digits(ms[way]) for way in ways),
-            f"{waited:.2f}, {left:.2f}",
-            f"{1 - left / waited:.0%}" if waited > 0 else "",
+            place[0],
+            f"{int(place[1]):,} x {place[2]}",
+            *(_digits(ms[way]) if way in ms else "-" for way in ways),
+            ", ".join(waited),
         )
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from .active import called_decoder, capturing_cache, refuse_compiled
 from .host_memory import pinning
 from .hosted_layer import HostedLayer
+from .index_first import early_indexers
 from .models.gqa import GqaLayer
 from .models.overrides import alive, copied
 from .modes import keeps, outside_inference_mode
@@ -190,9 +191,8 @@ class DecodeGraphs:
             if obstacle:
                 self._refuse(obstacle)
             for layer in cache.hosted_layers:
-                if isinstance(layer, GqaLayer):
-                    layer.query_first = False
-            with early_queries(model, cache, GqaLayer.expect_query):
+                layer.reads_ahead = False
+            with early_queries(model, cache, GqaLayer.expect_query), early_indexers(model, cache, read=False):
                 output = forward(**kwargs)
             self._warm.add(warm)  # not if it failed on the way
             return output
@@ -259,6 +259,7 @@ class DecodeGraphs:
                 pinning,
                 as_captured(cache, masked),
                 early_queries(model, cache, GqaLayer.read_ahead),
+                early_indexers(model, cache, read=True),
                 torch.cuda.graph(step.graph),
             ):
                 step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
@@ -320,7 +321,7 @@ class DecodeGraphs:
         if not self.enabled:
             return "off"
         cache = self._cache()
-        ahead = sum(getattr(layer, "query_first", False) for layer in cache.hosted_layers) if cache else 0
+        ahead = sum(layer.reads_ahead for layer in cache.hosted_layers) if cache else 0
         said = f"{self.captures} captured, {self.replays} replayed"
         return self._refused or (f"{said}, layers that read ahead: {ahead}" if ahead else said)
 

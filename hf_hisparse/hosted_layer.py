@@ -21,6 +21,7 @@ from .hot_buffer import HotBuffer
 from .layer_history import LayerHistory, check_recent
 from .padding import Padding
 from .pinning_ahead import Wanted
+from .read_ahead import ReadsAhead
 from .records import RecordLayout, chunks
 from .rows import RearrangedRows, lanes_of
 from .selector import LayerShape
@@ -81,7 +82,7 @@ class NewTokens:
     start: int
 
 
-class HostedLayer(RearrangedRows, CacheLayerMixin):
+class HostedLayer(RearrangedRows, ReadsAhead, CacheLayerMixin):
     """A cache layer whose main KV lives on the host, with a hot buffer on the device.
 
     `update` returns only the new rows; the attention function finds this layer through an attribute of the key tensor
@@ -435,14 +436,14 @@ class HostedLayer(RearrangedRows, CacheLayerMixin):
             self.trace.prefill(selection, self._length)
         return self.buffer.choose(selection, self.layout.count(self._length))
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the token at `position`: ``[lanes, width]``."""
+    def append(self, keys: torch.Tensor, values: torch.Tensor, claimed: bool = False) -> None:
+        """Store the token at `position`: ``[lanes, width]``; `claimed` if what its query reads is resident already."""
         self._stored = True
         self.pool.wait()
-        self.buffer.append(keys, values, self.position, self.pool)
+        self.buffer.append(keys, values, self.position, self.pool, claimed)
 
     def claim(self) -> None:
-        """Give the record of the token at `position` its slot, so that it can be selected before `append`."""
+        """Give the record of the token at `position` its slot, so that what its query reads can be brought before `append`."""
         self._stored = True
         self.pool.wait()
         self.buffer.claim(self.position, self.pool)

@@ -104,7 +104,12 @@ class HotBuffer:
         return kept
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, pool: HostPool
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        position: torch.Tensor,
+        pool: HostPool,
+        claimed: bool = False,
     ) -> None:
         """Write one new token per lane to its record's slot and to the host (see `reference.append`)."""
         append(
@@ -118,6 +123,7 @@ class HotBuffer:
             self.slot_records,
             self.recency,
             self.layout.tokens,
+            claimed,
         )
 
     def claim(self, position: torch.Tensor, pool: HostPool) -> None:

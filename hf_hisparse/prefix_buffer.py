@@ -71,9 +71,17 @@ class PrefixBuffer:
         self._hold(data, self.page_table.shape[1])
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, pool: HostPool
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        position: torch.Tensor,
+        pool: HostPool,
+        claimed: bool = False,
     ) -> None:
-        """Write one new token per lane to the host, and to its record's slot if that has one (see `reference.write_row`)."""
+        """Write one new token per lane to the host, and to its record's slot if that has one (see `reference.write_row`).
+
+        No slot is ever given or taken, so it is all the same whether one was claimed.
+        """
         tokens = self.layout.tokens
         slots = self.page_table.index_select(1, position // tokens)[:, 0]
         write_row(keys, values, position, slots, pool.records, pool.host_rows, self.data, tokens)

@@ -88,9 +88,8 @@ def early_queries(
         try:
             yield
         finally:
-            for layer in cache.layers:
-                if isinstance(layer, GqaLayer):
-                    layer.forget_query()
+            for layer in cache.hosted_layers:
+                layer.forget_ahead()
 
 
 def _query_parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:

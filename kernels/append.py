@@ -42,8 +42,12 @@ def _slot_of(
     log_length,
     CLEAR_BLOCK: tl.constexpr,
     SCAN_BLOCK: tl.constexpr,
+    TAKES: tl.constexpr = True,
 ):
-    """The slot of a record, -1 for none; where its first token comes and it has none, it takes the least recently used one."""
+    """The slot of a record, -1 for none; where its first token comes and it has none, it takes the least recently used one.
+
+    Not without `TAKES`: that it has none is to stay so.
+    """
     page_table += lane * table_stride
     slot_records += lane * slot_count
     uses += lane * log_length
@@ -51,7 +55,7 @@ def _slot_of(
     span += lane * 2
 
     slot = tl.load(page_table + record)
-    if is_first & (slot < 0):
+    if TAKES & is_first & (slot < 0):
         head, tail = make_room(uses, stamps, tl.load(span), tl.load(span + 1), 1, log_length, CLEAR_BLOCK)
         first = tail
         start = head
@@ -152,6 +156,7 @@ def _append_kernel(
     VALUE_BLOCK: tl.constexpr,
     CLEAR_BLOCK: tl.constexpr,
     SCAN_BLOCK: tl.constexpr,
+    TAKES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per lane."""
@@ -179,6 +184,7 @@ def _append_kernel(
         log_length,
         CLEAR_BLOCK,
         SCAN_BLOCK,
+        TAKES,
     )
 
     host = pool + (record * host_lanes + lane) * RECORD_WIDTH
@@ -212,6 +218,7 @@ def append(
     slot_records: torch.Tensor,
     recency: Recency,
     tokens_per_record: int,
+    claimed: bool = False,
 ) -> None:
     """Store one new token per lane, in the host pool and in a slot; see `reference.append`.
 
@@ -239,6 +246,7 @@ def append(
             slot_records,
             recency,
             tokens_per_record,
+            claimed,
         )
         return
     slot_count = slot_records.shape[1]
@@ -268,6 +276,7 @@ def append(
             block_of(key_width),
             block_of(value_width),
             *_tiles(slot_count),
+            not claimed,
             **early_launch(buffer),
             num_warps=4,
         )

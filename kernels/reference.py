@@ -79,6 +79,7 @@ def append(
     slot_records: torch.Tensor,
     recency: Recency,
     tokens_per_record: int,
+    claimed: bool = False,
 ) -> None:
     """Store one new token per lane, in the host pool and in a slot (write-allocate).
 
@@ -95,12 +96,18 @@ def append(
         Where the token goes; its record is ``position // tokens_per_record``.
     pool, host_rows, buffer, page_table, slot_records, recency
         See the module; all are updated in place.
+    claimed : bool
+        Whether `claim` was called for this token, and a selection resolved since. Then no slot is given: a record without one
+        was evicted again, and any slot that could be taken may be of a record that is about to be read.
     """
     lanes, key_width = slot_records.shape[0], keys.shape[1]
     value_width = values.shape[1]
     record, offset = divmod(int(position), tokens_per_record)
     lane = torch.arange(lanes, device=keys.device)
-    claim(position, host_rows, page_table, slot_records, recency, tokens_per_record)
+    if not claimed:
+        claim(position, host_rows, page_table, slot_records, recency, tokens_per_record)
+    elif not offset:
+        _own_rows(host_rows, record)
 
     key_at = offset * key_width
     value_at = tokens_per_record * key_width + offset * value_width
@@ -137,7 +144,7 @@ def claim(
     record, offset = divmod(int(position), tokens_per_record)
     if offset:
         return
-    host_rows[:, record] = torch.arange(len(host_rows), dtype=host_rows.dtype, device=host_rows.device)
+    _own_rows(host_rows, record)
     without = page_table[:, record] < 0
     if not without.any():
         return
@@ -155,6 +162,11 @@ def claim(
     page_table[lane[resident], evicted[resident]] = -1
     page_table[lane, record] = slot.to(page_table.dtype)
     slot_records[lane, slot] = record
+
+
+def _own_rows(host_rows: torch.Tensor, record: int) -> None:
+    """Let each batch row have a record at its own place."""
+    host_rows[:, record] = torch.arange(len(host_rows), dtype=host_rows.dtype, device=host_rows.device)
 
 
 def write_row(

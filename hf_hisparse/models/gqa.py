@@ -2,73 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hisparse_kernels.gqa_decode import gqa_decode
-from hisparse_kernels.miss_plan import HostSource
 
 from ..gradients import without_gradient
 from ..hosted_layer import HostedLayer, LayerSettings
 from ..masks import allowed_keys, valid_tokens
 from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
+from ..read_ahead import Read
 from ..records import RecordLayout
 from ..selector import LayerShape, Selector, SelectorState
-from ..side_stream import beside
 
 logger = logging.getLogger(__name__)
 
 
-class Read(NamedTuple):
-    """What a query reads.
-
-    Attributes
-    ----------
-    selection : int ``[lanes, k]``
-    slots : int32 ``[lanes, k]``
-    source : HostSource or None
-        Where attention is to read what is missing, None where nothing is.
-    """
-
-    selection: torch.Tensor
-    slots: torch.Tensor
-    source: HostSource | None
-
-
-class Ahead(NamedTuple):
-    """A `Read` under way on the side stream.
-
-    Attributes
-    ----------
-    query : callable
-        What made the query: until `ready` its tensors must not be given back to the stream that they are of.
-    ready : torch.cuda.Event or None
-        None on a CPU.
-    """
-
-    read: Read
-    query: Callable[[], torch.Tensor]
-    ready: torch.cuda.Event | None
-
-
 class GqaLayer(HostedLayer):
-    """A hosted layer whose records a `Selector` chooses. Lane = batch row x KV head.
-
-    Attributes
-    ----------
-    query_first : bool
-        Whether the query of a captured step can be had before keys and values (see `hf_hisparse.query_first`).
-    """
+    """A hosted layer whose records a `Selector` chooses. Lane = batch row x KV head."""
 
     state: SelectorState
-    query_first = False
-    _expected: torch.Tensor | None = None
-    _ahead: Ahead | None = None
+    _expected: torch.Tensor | None
 
     def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding, selector: Selector) -> None:
         super().__init__(layer_idx, settings, padding)
@@ -142,14 +101,14 @@ class GqaLayer(HostedLayer):
             allowed = allowed_keys(mask, batch)
             valid = valid_tokens(allowed, count)
             self.note_padding(valid)
-        as_ahead = self._is_expected(query)
+        self._compare(query)
         new = self.new_tokens()
         outputs = []
         for i in range(count):
             row = self._lanes(query[:, :, i])
-            read = self._what_was_read(row, as_ahead)
+            read = self.what_was_read(functools.partial(self._claim_and_read, row))
             keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
-            self.append(keys, values)
+            self.append(keys, values, claimed=read is not None)
             self.state.append(keys, self.position, None if valid is None else valid[:, i].contiguous())
             selection, slots, source = self._select_and_read(row) if read is None else read
             output = gqa_decode(
@@ -176,50 +135,27 @@ class GqaLayer(HostedLayer):
         return not getattr(self.state, "newest_counts", True)
 
     def expect_query(self, query: Callable[[], torch.Tensor]) -> None:
-        """Keep what `query` makes, to be compared with the query that attention is handed (see `_is_expected`)."""
+        """Keep what `query` makes, to be compared with the query that attention is handed (see `_compare`)."""
         self._expected = query()
 
     @own_sums
     def read_ahead(self, query: Callable[[], torch.Tensor]) -> None:
         """Select and fetch beside what the model does now, if it is known that `query` makes the step's query.
 
-        On a GPU only while a step is captured: nothing is said to the allocator of what the side stream uses.
-
         Parameters
         ----------
         query : callable
             Makes it: ``[batch, query heads, 1, width]``.
         """
-        if not self.query_first:
-            return
-        device = self.position.device
-        side = beside(device) if device.type == "cuda" else nullcontext()
-        with outside_inference_mode(), side as stream:
-            read = self._claim_and_read(self._lanes(query()[:, :, 0]))
-            self._ahead = Ahead(read, query, None if stream is None else stream.record_event())
-
-    def forget_query(self) -> None:
-        """Expect and read nothing any more: the call is over, or broke off."""
-        self._expected = self._ahead = None
+        if self.reads_ahead:
+            with outside_inference_mode():
+                self.begin_ahead(lambda: self._claim_and_read(self._lanes(query()[:, :, 0])), query)
 
     def _claim_and_read(self, row: torch.Tensor) -> Read:
         """Select before the query's own token is stored, and bring what is missing."""
         self.claim()
         selection = self._select(row)
-        return Read(selection, self.read(selection), None)
-
-    def _what_was_read(self, row: torch.Tensor, as_ahead: bool) -> Read | None:
-        """What was read ahead for the query; None if nothing was.
-
-        With `as_ahead`, in the eager step before a capture, it is read now, by the kernels that the capture launches: so they are
-        compiled.
-        """
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return self._claim_and_read(row) if as_ahead else None
-        if ahead.ready is not None:
-            torch.cuda.current_stream(self.position.device).wait_event(ahead.ready)
-        return ahead.read
+        return Read(selection, self.read(selection))
 
     def _select_and_read(self, row: torch.Tensor) -> Read:
         """Select, and bring what is missing or let attention do it: `row` is ``[lanes, group, width]``."""
@@ -231,17 +167,16 @@ class GqaLayer(HostedLayer):
         self._check_selection(selection)
         return selection
 
-    def _is_expected(self, query: torch.Tensor) -> bool:
-        """Whether attention is handed what `expect_query` was told; if so, captured steps read ahead (waits for the device)."""
+    def _compare(self, query: torch.Tensor) -> None:
+        """If attention is handed what `expect_query` was told, captured steps read ahead (waits for the device)."""
         if self._expected is None:
-            return False
-        self.query_first = torch.equal(self._expected, query)
-        if not self.query_first:
+            return
+        self.reads_ahead = torch.equal(self._expected, query)
+        if not self.reads_ahead:
             logger.debug(
                 "%s: the query is not made as expected, so misses are fetched after keys and values",
                 self.name,
             )
-        return self.query_first
 
     def _check_selection(self, selection: torch.Tensor) -> None:
         """Hold a selector to its word: the shape always, the content, which the GPU would have to wait for, with `verify`."""

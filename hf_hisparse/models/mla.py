@@ -19,12 +19,13 @@ from ..masks import allowed_keys, readable
 from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..prefetch import FollowerBuffer, Group, Replay, prefetch
+from ..read_ahead import Read
 from ..records import RecordLayout
 from ..selector import LayerShape
 from ..versions import new_version
 from .indexer import IndexerKeys
 from .kv_shape import KvShape, layer_config
-from .mla_attention import ExpandedAttention, UpProjection, absorbed_attention
+from .mla_attention import ExpandedAttention, Folded, UpProjection, absorbed_attention, fold
 
 MLA_MODES = ("absorb", "expand")
 # Until then transformers' own caches hold keys and values of all heads, not latents.
@@ -107,14 +108,14 @@ class LatentLayer(HostedLayer):
         RuntimeError
             If these are not the tokens that `update` took last.
         """
+        if self.padding.capturing:  # perhaps ahead of `update`
+            return self.state.write_at(indexer_key_states, self.position)
         new = self.new_tokens()
         if indexer_key_states.shape[1] != new.keys.shape[2]:
             raise RuntimeError(
                 f"{self.name}: indexer keys of {indexer_key_states.shape[1]} tokens, but {new.keys.shape[2]} are new: call "
                 "cache.reset() and start again"
             )
-        if self.padding.capturing:
-            return self.state.write_at(indexer_key_states, self.position)
         return self.state.write(indexer_key_states, new.start)
 
     def resize_buffer(self, records: int) -> None:
@@ -169,17 +170,20 @@ class LatentLayer(HostedLayer):
         return without_gradient(output, query, new.keys, new.values, *module.kv_b_proj.parameters()), None
 
     @own_sums
+    def _fold(self, module: Any, query: torch.Tensor) -> Folded:
+        matrix = self._up.matrix(module.kv_b_proj, self.layout.key_width, query)
+        return fold(query, matrix, self.layout.value_width)
+
+    @own_sums
     def _absorbed(
         self,
-        module: Any,
-        query: torch.Tensor,
+        folded: Folded,
         rows: torch.Tensor,
         selection: torch.Tensor,
         slots: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        matrix = self._up.matrix(module.kv_b_proj, self.layout.key_width, query)
-        return absorbed_attention(query, rows, selection, slots, matrix, self.layout.value_width, scaling)
+        return absorbed_attention(folded, rows, selection, slots, scaling)
 
     def _prefill(
         self,
@@ -206,7 +210,7 @@ class LatentLayer(HostedLayer):
                 result = expanded.attend(part, keys, values, masks.in_full(first, last), chosen)
             else:
                 selection = masks.readable(chosen, first).flatten(0, 1)
-                result = self._absorbed(module, part, rows, selection, selection, scaling)
+                result = self._absorbed(self._fold(module, part), rows, selection, selection, scaling)
             if output is None:
                 output = result.new_empty((batch, count, *result.shape[2:])) if last < count else result
             if output is not result:
@@ -258,38 +262,87 @@ class LatentLayer(HostedLayer):
     ) -> torch.Tensor:
         """One new token after another, each with the selection that the model made for it."""
         new = self.new_tokens()
-        selections = readable(indices, allowed_keys(mask, query.shape[0]))
-        if (missing := self.settings.top_k - indices.shape[2]) > 0:  # one shape for all steps
-            selections = torch.nn.functional.pad(selections, (0, missing), value=-1)
-        self.replays = []
+        if self.under_way is None:
+            selections = self._select(indices, mask)
+            self.replays = []
+        else:
+            selections = self.under_way.selection[:, None]
         outputs = []
         for i in range(query.shape[2]):
             row = slice(i, i + 1)
-            selection = selections[:, i].contiguous()
+            part = query[:, :, row]
+            folded = (
+                self._fold(module, part) if expanded is None else None
+            )  # while what is read is on its way
             take = self._follow if isinstance(self.buffer, FollowerBuffer) else self._lead
+            selection = selections[:, i].contiguous()
             slots = take(i, new, selection)
-            if expanded is None:
-                output = self._absorbed(module, query[:, :, row], self.buffer.data, selection, slots, scaling)
+            if folded is not None:
+                output = self._absorbed(folded, self.buffer.data, selection, slots, scaling)
             else:
+                assert expanded is not None
                 at = slots.clamp(min=0).long()[:, :, None].expand(-1, -1, self.layout.elements)
                 rows = self.buffer.data.gather(1, at)
-                output = expanded.decode(query[:, :, row], rows, selection, mask[:, :, row], indices[:, row])
+                output = expanded.decode(part, rows, selection, mask[:, :, row], indices[:, row])
             self.verify(selection, slots)
             self.advance()
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
+    def _select(self, indices: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """What the model selected, int ``[batch, S, top_k]``, -1 for none and for what `mask` hides."""
+        selections = readable(indices, allowed_keys(mask, indices.shape[0]))
+        missing = self.settings.top_k - indices.shape[2]  # one shape for all steps
+        return torch.nn.functional.pad(selections, (0, missing), value=-1) if missing > 0 else selections
+
+    def read_ahead(self, select: Callable[[], torch.Tensor], mask: torch.Tensor | None) -> None:
+        """Select and fetch beside what the model does now, if it is known that `select` gives what the model selects.
+
+        Parameters
+        ----------
+        select : callable
+            Runs the indexer: int ``[batch, 1, k]``.
+        mask : bool or additive ``[batch, 1, 1, T]``
+        """
+        if not self.reads_ahead or mask is None:
+            return
+        self.replays = []
+
+        def read() -> Read:
+            indices = select()
+            with outside_inference_mode():
+                return self._claim_and_read(self._select(indices, mask)[:, 0].contiguous())
+
+        self.begin_ahead(read, (select, mask))
+        if self.replays:
+            self._prefetch_next(0, self.replays[0])
+
+    def _claim_and_read(self, selection: torch.Tensor) -> Read:
+        """Bring what is selected before the query's own token is stored."""
+        self.claim()
+        return self._read(selection)
+
+    def _read(self, selection: torch.Tensor) -> Read:
+        """Bring what is selected, and note for those that follow what was done."""
+        read = Read(selection, self.read(selection))
+        if self.group.members[-1] is not self:
+            assert isinstance(self.buffer, HotBuffer)
+            written = self.buffer.slot_of(self.position)
+            self.replays.append(Replay(selection, read.slots, self.buffer.plan, written))
+        return read
+
     def _lead(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
         """Store new token `i`, bring what it selects, and let followers know; the slots, int32 ``[lanes, k]``."""
-        self.append(new.keys[:, 0, i], new.values[:, 0, i])
-        slots = self.read(selection)
-        if self.group.members[-1] is not self:
-            replay = Replay(selection, slots, self.buffer.plan, self.buffer.slot_of(self.position))  # type: ignore[union-attr]
+        begun = self.under_way is not None
+        read = self.what_was_read(lambda: self._claim_and_read(selection))
+        self.append(new.keys[:, 0, i], new.values[:, 0, i], claimed=read is not None)
+        if read is None:
+            read = self._read(selection)
+        if self.replays and not begun:
             if new.keys.shape[2] > 1:
-                replay = replay.kept()
-            self.replays.append(replay)
-            self._prefetch_next(i, replay)
-        return slots
+                self.replays[i] = self.replays[i].kept()
+            self._prefetch_next(i, self.replays[i])
+        return read.slots
 
     def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
         """Do for new token `i` what the leader did; the slots (see `_lead`)."""

@@ -7,7 +7,7 @@ are ``(W_UK^T q) c`` and outputs ``W_UV (sum of p c)``, so no key or value is ev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,45 +63,53 @@ def _version(linear: torch.nn.Module) -> tuple[Any, ...]:
     return (*adapters, *counts)
 
 
+class Folded(NamedTuple):
+    """A query with the up-projection of keys folded into it, and the one of values, for its result.
+
+    Attributes
+    ----------
+    query : ``[lanes, heads, latent + rope]``
+        Lane = batch row and new token.
+    value : ``[heads, value, latent]``
+    """
+
+    query: torch.Tensor
+    value: torch.Tensor
+
+
+def fold(query: torch.Tensor, matrix: torch.Tensor, rope: int) -> Folded:
+    """Fold the up-projection `matrix`, ``[heads * (nope + value), latent]``, into a query ``[batch, heads, S, nope + rope]``."""
+    heads, width = query.shape[1], query.shape[3]
+    key, value = matrix.view(heads, -1, matrix.shape[1]).tensor_split([width - rope], dim=1)
+    query = query.transpose(1, 2).flatten(0, 1)  # [lanes, heads, nope + rope]
+    nope, rotated = query.split([width - rope, rope], dim=2)
+    folded = torch.bmm(nope.transpose(0, 1), key).transpose(0, 1)  # [lanes, heads, latent]
+    return Folded(torch.cat([folded, rotated], dim=2), value)
+
+
 def absorbed_attention(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    selection: torch.Tensor,
-    slots: torch.Tensor,
-    matrix: torch.Tensor,
-    rope: int,
-    scaling: float,
+    folded: Folded, rows: torch.Tensor, selection: torch.Tensor, slots: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Attention over selected rows, the up-projections folded into query and output.
+    """Attention over selected rows.
 
     Parameters
     ----------
-    query : ``[batch, heads, S, nope + rope]``
+    folded : Folded
     rows : ``[batch, N, latent + rope]``
-    selection : int ``[batch * S, k]``
+    selection : int ``[lanes, k]``
         -1 for none.
-    slots : int ``[batch * S, k]``
+    slots : int ``[lanes, k]``
         Where in `rows` they are.
-    matrix : ``[heads * (nope + value), latent]``
-        See `UpProjection`.
-    rope : int
-        Elements of the rotated part.
     scaling : float
 
     Returns
     -------
     ``[batch, S, heads, value]``
     """
-    batch, heads, count, width = query.shape
-    latent = matrix.shape[1]
-    key, value = matrix.view(heads, -1, latent).tensor_split([width - rope], dim=1)
-    query = query.transpose(1, 2).flatten(0, 1)  # [lanes, heads, nope + rope]
-    nope, rotated = query.split([width - rope, rope], dim=2)
-    folded = torch.bmm(nope.transpose(0, 1), key).transpose(0, 1)  # [lanes, heads, latent]
-    query = torch.cat([folded, rotated], dim=2)
-    output = mla_decode(query, rows, selection, slots, scaling, latent)
+    query, value = folded
+    output = mla_decode(query, rows, selection, slots, scaling, value.shape[2])
     output = torch.bmm(output.transpose(0, 1), value.transpose(1, 2))  # [heads, lanes, value]
-    return output.transpose(0, 1).unflatten(0, (batch, count))
+    return output.transpose(0, 1).unflatten(0, (rows.shape[0], -1))
 
 
 class ExpandedAttention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from ..hosted_layer import HostedLayer, LayerSettings
 from ..masks import allowed_keys, block_mask, hides_new, valid_tokens
 from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
+from ..read_ahead import Read
 from ..records import RecordLayout
 from ..selector import LayerShape
 from .indexer import IndexerKeys
@@ -158,20 +160,25 @@ class BlockLayer(HostedLayer):
         else:
             allowed = allowed_keys(mask, batch)
             self._note(allowed, count)
-        selections = self._selections(kwargs["block_indices"])
+        if self.under_way is None:
+            selections = self._selections(kwargs["block_indices"])
+        else:
+            selections = self.under_way.selection.unflatten(0, (batch, -1))[:, :, None]
         new = self.new_tokens()
         lanes = batch * new.keys.shape[1]
         outputs = []
         for i in range(count):
-            self.append(new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1))
             selection = selections[:, :, i].contiguous()
-            slots, source = self._resident(self._records(selection), lanes)
+            read = self.what_was_read(functools.partial(self._claim_and_read, selection))
+            keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
+            self.append(keys, values, claimed=read is not None)
+            chosen, slots, source = self._read(selection) if read is None else read
             # The model hides what comes after a token by the mask, or by its position id where it makes none.
             last = self.position if allowed is not None else torch.minimum(positions[:, i], self.position)
             output = gqa_decode(
                 query[:, :, i].reshape(lanes, -1, width),
                 self._heads_apart(self.buffer.data),
-                selection.flatten(0, 1),
+                chosen,
                 slots,
                 last,
                 None if allowed is None else allowed[:, i],
@@ -189,14 +196,47 @@ class BlockLayer(HostedLayer):
         """``[lanes, slots, elements]`` with a place for each KV head of a slot, ``[lanes, slots * heads, elements of one]``."""
         return data.view(data.shape[0], -1, data.shape[2] // self.layout.heads)
 
-    def _resident(self, records: torch.Tensor, lanes: int) -> tuple[torch.Tensor, HostSource | None]:
-        """The places of `_heads_apart` that each KV head reads, int32 ``[batch * heads, k]``, and where the missing ones are."""
-        if self.layout.heads == 1:
-            return self.read_or_resolve(records)
-        slots = self.read(records)  # several KV heads share a record, which one of them must have brought
-        head = torch.arange(self.layout.heads, dtype=torch.int32, device=slots.device)[:, None]
-        slots = slots.unflatten(1, (self.layout.heads, -1)) * self.layout.heads + head
-        return slots.view(lanes, -1), None
+    def read_ahead(self, select: Callable[[], torch.Tensor], mask: torch.Tensor | None) -> None:
+        """Select and fetch beside what the model does now, if it is known that `select` gives what the model selects.
+
+        Parameters
+        ----------
+        select : callable
+            Runs the indexer: int64 ``[batch, index heads, 1, k]``.
+        mask
+            Not looked at: what it hides is not selected.
+        """
+        if not self.reads_ahead:
+            return
+
+        def read() -> Read:
+            indices = select()
+            with outside_inference_mode():
+                return self._claim_and_read(self._selections(indices)[:, :, 0].contiguous())
+
+        self.begin_ahead(read, select)
+
+    def _claim_and_read(self, selection: torch.Tensor) -> Read:
+        """Bring what is selected, ``[batch, heads, k]``, before the query's own token is stored."""
+        self.claim()
+        return self._as_read_by_heads(selection, self.read(self._records(selection)), None)
+
+    def _read(self, selection: torch.Tensor) -> Read:
+        """Bring what is selected, ``[batch, heads, k]``, or let attention do it."""
+        records = self._records(selection)
+        if self.layout.heads > 1:  # several KV heads share a record, which one of them must have brought
+            return self._as_read_by_heads(selection, self.read(records), None)
+        return self._as_read_by_heads(selection, *self.read_or_resolve(records))
+
+    def _as_read_by_heads(
+        self, selection: torch.Tensor, slots: torch.Tensor, source: HostSource | None
+    ) -> Read:
+        """What each KV head reads, ``[batch * heads, k]``, and from which places of `_heads_apart`."""
+        shared = self.layout.heads
+        if shared > 1:
+            head = torch.arange(shared, dtype=torch.int32, device=slots.device)[:, None]
+            slots = (slots.unflatten(1, (shared, -1)) * shared + head).flatten(0, 1)
+        return Read(selection.flatten(0, 1), slots, source)
 
     def _note(self, allowed: torch.Tensor | None, count: int) -> None:
         valid = valid_tokens(allowed, count)

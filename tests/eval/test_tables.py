@@ -83,10 +83,14 @@ def test_throughput_and_kernels(tmp_path, capsys):
 
 
 def test_prefetch(tmp_path, capsys):
-    times = {"resident": 6.861, "synchronous": 7.816, "prefetch": 7.242, "oracle": 6.87}
-    rows = [{"history": 32768, "batch": 8, "way": way, "ms_per_step": ms} for way, ms in times.items()]
-    *_, line = _table(rows, tmp_path / "prefetch.csv", capsys)
-    assert line == "| 32,768 x 8 | 6.86 | 6.87 | 7.82 | 7.24 | 0.95, 0.37 | 61% |"
+    times = {"resident": 6.461, "resident, in turn": 6.861, "ahead": 6.632, "in turn": 7.816}
+    times |= {"prefetch": 7.242, "oracle": 6.45, "oracle, in turn": 6.87}
+    place = {"share": 4, "history": 32768, "batch": 8}
+    rows = [place | {"way": way, "ms_per_step": ms} for way, ms in times.items()]
+    rows += [row | {"share": 1} for row in rows if row["way"] != "prefetch"]
+    *_, four, one = _table(rows, tmp_path / "prefetch.csv", capsys)
+    assert four == "| 4 | 32,768 x 8 | 6.46 | 6.86 | 7.82 | 7.24 | 6.63 | 0.95, 0.37, 0.18 |"
+    assert one == "| 1 | 32,768 x 8 | 6.46 | 6.86 | 7.82 | - | 6.63 | 0.95, -, 0.18 |"
 
 
 def test_small_card_and_prefill(tmp_path, capsys):

@@ -12,10 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_hisparse import HiSparseCache, Quest, disable, enable, sizes
+from hf_hisparse import HiSparseCache, Quest, disable, enable
 from hf_hisparse.graphs import ReplayingForward, _only_known, as_captured
 from tests import dsa_models, models, msa_models
-from tests.cpu_graphs import graphs_on_cpu
 from tests.models import prompt
 
 LENGTH, NEW = 300, 24
@@ -42,16 +41,6 @@ def new_cache(model: PreTrainedModel, graphs: bool = True) -> HiSparseCache:
     selector = None if brings_its_own else Quest(32, 4, dense_layers=1)
     on_host = True if model.name_or_path == DENSE_ON_HOST else None
     return HiSparseCache(model, selector, device_buffer_tokens=40, host_dense_layers=on_host, graphs=graphs)
-
-
-@pytest.fixture
-def graph_device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where steps are captured: the GPU, or a CPU that does as one; pools grow by few tokens at a time."""
-    monkeypatch.setattr(sizes, "_GROWTH_TOKENS", 64)
-    if torch.cuda.is_available():
-        return "cuda"
-    graphs_on_cpu(monkeypatch)
-    return "cpu"
 
 
 @pytest.fixture(params=MODELS)

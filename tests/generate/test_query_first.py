@@ -87,8 +87,8 @@ def test_read_ahead_answers_as_before(device, name, padded):
     got, ahead = steps(model, ids, mask, captured=True)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     assert ahead.stats() == before.stats()
-    assert hosted(ahead) and all(layer.query_first for layer in hosted(ahead))
-    assert not any(layer.query_first for layer in hosted(before))
+    assert hosted(ahead) and all(layer.reads_ahead for layer in hosted(ahead))
+    assert not any(layer.reads_ahead for layer in hosted(before))
 
 
 @pytest.mark.parametrize("name, later", [("qwen3", "k_norm"), ("llama", "k_proj")])
@@ -128,12 +128,12 @@ def test_a_query_that_is_made_otherwise_is_waited_for(device, monkeypatch, name)
         hooked.append((attention, whole.projection))
     want, _ = steps(model, ids, None, captured=False)
     got, cache = steps(model, ids, None, captured=True)
-    assert all(layer.query_first for layer in hosted(cache))
+    assert all(layer.reads_ahead for layer in hosted(cache))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     monkeypatch.setattr(query_first, "_query_parts", lambda model: iter(hooked))
     got, cache = steps(model, ids, None, captured=True)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+    assert hosted(cache) and not any(layer.reads_ahead for layer in hosted(cache))
 
 
 def rotate_in_place(q, k, cos, sin):
@@ -176,7 +176,7 @@ def test_a_rotary_embedding_of_somebody_else_is_waited_for(device, monkeypatch):
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary)
     cache = captured_as_eager(model, ids)
-    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+    assert hosted(cache) and not any(layer.reads_ahead for layer in hosted(cache))
 
 
 def without_projection(self, *args, **kwargs):
@@ -200,7 +200,7 @@ def test_a_forward_of_somebody_else_is_waited_for(device, forward):
             attention.kept = (attention.q_proj,)
             del attention.q_proj
     cache = captured_as_eager(model, ids)
-    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+    assert hosted(cache) and not any(layer.reads_ahead for layer in hosted(cache))
 
 
 def wrapped_forward(model, monkeypatch):
@@ -263,7 +263,7 @@ def test_a_call_that_breaks_off_leaves_nothing_expected(device, tell):
     broken.register_forward_pre_hook(lambda *_: told.append(hosted(cache)[-1]) or 1 / 0)
     with pytest.raises(ZeroDivisionError), early_queries(model, cache, tell):
         model(ids[:, -1:], past_key_values=cache)
-    assert told and all(layer._expected is None and layer._ahead is None for layer in hosted(cache))
+    assert told and all(layer._expected is None and layer._under_way is None for layer in hosted(cache))
 
 
 @torch.no_grad()
@@ -319,7 +319,7 @@ def test_a_selector_that_looks_at_the_newest_token_is_waited_for(device, monkeyp
     model = models.build("llama").to(device)
     ids = prompt(1, LENGTH + NEW, device=device)
     cache = captured_as_eager(model, ids)
-    assert hosted(cache) and not any(layer.query_first for layer in hosted(cache))
+    assert hosted(cache) and not any(layer.reads_ahead for layer in hosted(cache))
 
 
 @torch.no_grad()
@@ -349,7 +349,7 @@ def test_strided_projections_and_tables(device):
         layer.self_attn.q_proj.register_forward_hook(lambda part, args, output: strided(output))
     ids = prompt(1, LENGTH + NEW, device=device)
     cache = captured_as_eager(model, ids)
-    assert hosted(cache) and all(layer.query_first for layer in hosted(cache))
+    assert hosted(cache) and all(layer.reads_ahead for layer in hosted(cache))
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -359,5 +359,5 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 def test_repr_says_which_layers_read_ahead(device):
     cache = HiSparseCache(models.build("qwen3").to(device), Quest(32, 4, dense_layers=1))
     assert "read ahead" not in repr(cache)
-    hosted(cache)[0].query_first = True
+    hosted(cache)[0].reads_ahead = True
     assert "0 replayed, layers that read ahead: 1" in repr(cache)

@@ -19,7 +19,7 @@ from hf_hisparse.active import current_call
 from hf_hisparse.graphs import as_captured
 from hf_hisparse.models import indexer as indexer_module
 from hf_hisparse.models.indexer import IndexerKeys
-from hf_hisparse.models.mla_attention import UpProjection, absorbed_attention
+from hf_hisparse.models.mla_attention import UpProjection, absorbed_attention, fold
 from hf_hisparse.plain import is_plain
 from hf_hisparse.prefetch import FollowerBuffer, Group
 from tests.dsa_models import TOP_K, build, dsa_twins
@@ -538,7 +538,7 @@ def test_absorbed_is_as_exact_as_the_models_attention(dtype):
 
     exact = expanded(query.double(), rows.double(), matrix.double())[:, :, 0]
     models = expanded(query, rows, matrix)[:, :, 0]
-    ours = absorbed_attention(query, rows, selection, selection, matrix, rope, scaling)[:, 0]
+    ours = absorbed_attention(fold(query, matrix, rope), rows, selection, selection, scaling)[:, 0]
 
     def error(output):
         return float((output.double() - exact).norm() / exact.norm())

@@ -15,7 +15,7 @@ from hisparse_kernels.recency import Recency
 from .layers import GPU, LOG, Layer, assert_same_bits, at, random_bits
 
 
-def run(function, layer: Layer, keys, values, position: int, tokens: int) -> None:
+def run(function, layer: Layer, keys, values, position: int, tokens: int, claimed: bool = False) -> None:
     device = layer.buffer.device
     function(
         keys.to(device),
@@ -28,6 +28,7 @@ def run(function, layer: Layer, keys, values, position: int, tokens: int) -> Non
         layer.slot_records,
         layer.recency,
         tokens,
+        claimed,
     )
 
 
@@ -163,8 +164,29 @@ def test_a_slot_claimed_ahead(device, batch, heads, slots, tokens, key_width, va
             run_claim(reference.claim, plain, position, tokens)
         for got, function in ((kernel, append), (plain, reference.append)):
             got.assert_same(want, f"position {position}, claimed: ", but=("pool", "buffer"))
-            run(function, got, keys, values, position, tokens)
+            run(function, got, keys, values, position, tokens, claimed=position % 3 > 0)
             got.assert_same(want, f"position {position}: ")
+
+
+@pytest.mark.parametrize("implementation", [append, reference.append], ids=["kernel", "reference"])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_claimed_slot_that_was_taken_away_is_not_replaced(device, implementation, tokens):
+    """A selection that fills the buffer without the newest record evicts it: every slot is about to be read then."""
+    layer, new = layer_and_tokens(2, 2, 4, tokens, 8, 8, torch.float16)
+    layer = layer.to(device)
+    position = 10 * tokens
+    run_claim(claim, layer, position, tokens)
+    lane = torch.arange(4, device=device)
+    slot = layer.page_table[:, 10].long()
+    layer.page_table[:, 10], layer.page_table[:, 9] = -1, slot.int()
+    layer.slot_records[lane, slot] = 9
+    before = layer.to("cpu")
+    keys, values = new()
+    run(implementation, layer, keys, values, position, tokens, claimed=True)
+    for name in ("buffer", "page_table", "slot_records", "order"):
+        assert_same_bits(name, getattr(layer, name), getattr(before, name))
+    assert_same_bits("keys on the host", layer.pool[10, :4, :8], keys)
+    assert layer.host_rows[:, 10].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("function", [claim, reference.claim], ids=["kernel", "reference"])
