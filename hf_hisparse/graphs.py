@@ -254,6 +254,7 @@ class DecodeGraphs:
         counts = [layer.counts for layer in cache.layers]
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
+        cause: Exception | None = None  # CUDA may have an error of its own to say when a capture breaks off
         try:
             with (
                 pinning,
@@ -262,10 +263,15 @@ class DecodeGraphs:
                 early_indexers(model, cache, read=True),
                 torch.cuda.graph(step.graph),
             ):
-                step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
+                try:
+                    step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
+                except Exception as error:
+                    cause = error
+                    raise
         except Exception as error:  # whatever a model does that a capture does not allow
             logger.debug("capturing a decode step failed", exc_info=True)
-            self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
+            cause = cause or error
+            self._refuse(f"{type(cause).__name__}: {cause}".split("\n")[0])
             return None
         finally:
             for layer, count in zip(cache.layers, counts, strict=True):

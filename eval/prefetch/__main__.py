@@ -156,7 +156,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """All ways for one history; those with a cache in common take turns, so that what drifts meets them alike."""
     top_k = model.config.index_topk
-    decoder, total = model.get_decoder(), 5 * (WARM_UP + rounds * (1 + steps))
+    decoder, total = model.get_decoder(), 7 * (WARM_UP + rounds * (1 + steps))  # of all ways
     full = [layer.self_attn for layer in decoder.layers if layer.self_attn.indexer is not None]
     traces = [
         synthetic_trace(batch, top_k, history, total, PAPER_CURVE, seed, str(model.device))
