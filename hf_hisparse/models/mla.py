@@ -273,7 +273,7 @@ class LatentLayer(HostedLayer):
             part = query[:, :, row]
             folded = (
                 self._fold(module, part) if expanded is None else None
-            )  # while what is read is on its way
+            )  # while what it reads is on its way
             take = self._follow if isinstance(self.buffer, FollowerBuffer) else self._lead
             selection = selections[:, i].contiguous()
             slots = take(i, new, selection)
