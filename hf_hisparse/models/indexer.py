@@ -107,9 +107,9 @@ class IndexerKeys:
 def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of an indexer; with `HiSparseCache` on slices of the queries, where their scores would take much memory.
 
-    The model's own code runs on each slice: its projections, its rotary embedding, its top-k. In a long call the scores
-    ``[B, S, heads, T]`` in between are left to a kernel that never stores them, as long as the code computes what the
-    kernel does (`_Keys` watches that); otherwise the slices are smaller. Extra memory stays within `prefill_memory`.
+    The model's own code runs on each slice: its projections, its rotary embedding, its top-k. The scores ``[B, S, heads, T]`` in
+    between are left to a kernel that never stores them, as long as the code computes what the kernel does (`_Keys` watches that);
+    otherwise the slices of a long call are smaller. Extra memory stays within `prefill_memory`.
     """
     forward = types.MethodType(type(self).forward, self)
     call = current_call()
@@ -120,13 +120,22 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     given = bound.arguments
     batch, rows, _ = given["hidden_states"].shape
     mask = given["attention_mask"]
-    padding = allowed_keys(mask[:, None], batch)[:, 0] if rows > layer.settings.decode_rows else None
-    total = layer.get_seq_length()
+    decodes = rows <= layer.settings.decode_rows
     # Under autocast the model's products are not those of the kernel.
-    lazily = padding is not None and not torch.is_autocast_enabled(mask.device.type)
-    if padding is None and _slice_rows(self, layer, batch, fused=False) >= rows:
+    lazily = layer.scores_are_known and not torch.is_autocast_enabled(mask.device.type)
+    if decodes and lazily and _slice_rows(self, layer, batch, mask.is_cuda) >= rows:
+        part = {name: slice_rows(value, 0, rows, rows, _LazyCache(layer)) for name, value in given.items()}
+        whole = inspect.BoundArguments(bound.signature, part)
+        try:
+            return forward(*whole.args, **whole.kwargs)
+        except UnknownScores:
+            layer.scores_are_known = False
+    lazily = lazily and not decodes
+    if decodes and _slice_rows(self, layer, batch, fused=False) >= rows:
         return forward(*args, **kwargs)
 
+    padding = None if decodes else allowed_keys(mask[:, None], batch)[:, 0]
+    total = layer.get_seq_length()
     indices = torch.full(
         (batch, rows, min(layer.settings.top_k, total)), -1, dtype=torch.int32, device=mask.device
     )
@@ -144,7 +153,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
         except UnknownScores:
-            lazily = False
+            lazily = layer.scores_are_known = False
             continue
         indices[:, first:last, : selected.shape[2]] = selected
         first = last
@@ -182,6 +191,17 @@ class _SlicedCache:
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Any:
         held = self.layer.state.write(keys, self.start)
         return _Keys(held, self.start) if self.lazily else held
+
+
+class _LazyCache:
+    """What an indexer sees as its cache in a decode call; the mask that it is given says which keys a query may see."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> _Keys:
+        held = self.layer.update_indexer(keys)
+        return _Keys(held, held.shape[1])
 
 
 class UnknownScores(Exception):

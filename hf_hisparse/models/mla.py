@@ -53,7 +53,13 @@ class LatentSettings(LayerSettings):
 
 
 class LatentLayer(HostedLayer):
-    """A hosted layer of latent rows; the model selects the records. Lane = batch row."""
+    """A hosted layer of latent rows; the model selects the records. Lane = batch row.
+
+    Attributes
+    ----------
+    scores_are_known : bool
+        Whether the model's indexer scores its keys as the kernel does, as far as one knows.
+    """
 
     model_selects = insists_on_mask = True
 
@@ -61,6 +67,7 @@ class LatentLayer(HostedLayer):
     state: IndexerKeys
     buffer: HotBuffer | FollowerBuffer  # type: ignore[assignment]
     group: Group
+    scores_are_known = True
 
     def __init__(self, layer_idx: int, settings: LatentSettings, padding: Padding) -> None:
         super().__init__(layer_idx, settings, padding)

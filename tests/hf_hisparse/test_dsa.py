@@ -354,6 +354,40 @@ def test_slices_select_what_the_model_selects(name, memory, monkeypatch):
             assert torch.equal(one.masked_fill(~readable, -1), other.masked_fill(~readable, -1))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["v32", "glm_full", "axk2", "hy_v4"])
+def test_decode_selects_what_the_model_selects(name, padded, monkeypatch):
+    """Key by key, in the model's order, with the kernel's scores; calls of one token and of several."""
+    twins = dsa_twins(name, "cpu")
+    ids = prompt(2, 160)
+    mask = torch.ones_like(ids) if padded else None
+    if mask is not None:
+        mask[1, :20] = 0
+    scored, kernel = [], indexer_module.lightning_indexer
+    monkeypatch.setattr(
+        indexer_module,
+        "lightning_indexer",
+        lambda *args: (scored.append(args[0].shape[1]), kernel(*args))[1],
+    )
+    theirs = DynamicCache(config=twins.native.config)
+    ours = HiSparseCache(twins.enabled, mla_mode="expand", graphs=False)
+    first = 0
+    for stop in (150, 151, 152, 155, 156, 160):
+        part, shown = ids[:, first:stop], None if mask is None else mask[:, :stop]
+        expected = _selections(twins.native, part, theirs, shown)
+        scored.clear()
+        got = _selections(twins.enabled, part, ours, shown)
+        assert scored == [stop - first] * len(got)
+        own = torch.arange(first, stop)[:, None]
+        readable = (expected[0] <= own) & (
+            mask is None or mask.bool()[torch.arange(2)[:, None, None], expected[0].long()]
+        )
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one.masked_fill(~readable, -1), other.masked_fill(~readable, -1))
+        first = stop
+    assert all(layer.scores_are_known for layer in ours.hosted_layers)
+
+
 def test_an_unknown_indexer_runs_its_own_code_on_slices(model, monkeypatch):
     """Scores that the kernel does not compute: nothing is replaced, and memory stays bounded all the same."""
     plain = type(model.model.layers[0].self_attn.indexer)
@@ -390,8 +424,13 @@ def test_an_unknown_indexer_runs_its_own_code_on_slices(model, monkeypatch):
     ids = prompt(2, 200)
     expected = _logits(model, ids)
     for memory in ("1MB", "2GiB"):
-        ours = _logits(model, ids, HiSparseCache(model, prefill_memory=memory))
-        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+        cache = HiSparseCache(model, prefill_memory=memory)
+        ours = [
+            _logits(model, ids[:, part], cache) for part in (slice(198), slice(198, 199), slice(199, 200))
+        ]
+        torch.testing.assert_close(torch.cat(ours, dim=1), expected, atol=1e-4, rtol=0)
+        indexed = [layer for layer in cache.hosted_layers if layer.state.keys is not None]
+        assert indexed and not any(layer.scores_are_known for layer in indexed)  # so no step tries again
     assert not called
 
 
