@@ -14,6 +14,7 @@ from hisparse_kernels.block_scores import block_scores
 from ..active import Call, current_call
 from ..hosted_layer import HostedLayer
 from .indexer import UnknownScores, WatchedKeys, slice_rows
+from .msa import BlockLayer
 from .overrides import override, restore
 
 
@@ -48,7 +49,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     forward = types.MethodType(type(self).forward, self)
     call = current_call()
     layer: Any = None if call is None else call.cache.layers[self.layer_idx]
-    if call is None or not isinstance(layer, HostedLayer):
+    if call is None or not isinstance(layer, BlockLayer):
         return forward(*args, **kwargs)
     bound = inspect.signature(forward).bind(*args, **kwargs)
     given = bound.arguments
@@ -58,7 +59,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     indices: Any = None
     first = 0
     # Under autocast the model's products are not those of the kernel.
-    lazily = not torch.is_autocast_enabled(layer.position.device.type)
+    lazily = layer.scores_are_known and not torch.is_autocast_enabled(layer.position.device.type)
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily), rows)
         cache = _SlicedCache(layer, total - rows + first, lazily)
@@ -67,7 +68,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
         except UnknownScores:
-            lazily = False
+            lazily = layer.scores_are_known = False
             continue
         if indices is None:
             if first == 0 and last == rows:

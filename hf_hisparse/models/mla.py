@@ -61,13 +61,12 @@ class LatentLayer(HostedLayer):
         Whether the model's indexer scores its keys as the kernel does, as far as one knows.
     """
 
-    model_selects = insists_on_mask = True
+    model_selects = insists_on_mask = scores_are_known = True
 
     settings: LatentSettings
     state: IndexerKeys
     buffer: HotBuffer | FollowerBuffer  # type: ignore[assignment]
     group: Group
-    scores_are_known = True
 
     def __init__(self, layer_idx: int, settings: LatentSettings, padding: Padding) -> None:
         super().__init__(layer_idx, settings, padding)
