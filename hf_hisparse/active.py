@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,8 @@ class Call:
 
 
 capturing_cache: ContextVar[Any] = ContextVar("hisparse_capturing_cache", default=None)
+# Indexers, each with what has called it ahead of the model or wants to see the model's call (see `index_first`).
+stand_ins: ContextVar[Mapping[torch.nn.Module, Any]] = ContextVar("hisparse_stand_ins")
 _Entry = tuple[weakref.ref[torch.nn.Module], Call | None]
 # Weak references: an interrupt leaves an entry behind.
 _calls: ContextVar[tuple[_Entry, ...]] = ContextVar("hisparse_calls", default=())
@@ -70,6 +73,14 @@ def current_call() -> Call | None:
     calls = _calls.get()
     call = calls[-1][1] if calls else None
     return call if call is not None and call.cache is not None else None
+
+
+def selected_ahead(
+    indexer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """What an indexer that the model calls has selected already, None if nothing."""
+    stand_in = stand_ins.get({}).get(indexer)
+    return None if stand_in is None else stand_in.answer(args, kwargs)
 
 
 def called_decoder() -> torch.nn.Module | None:

@@ -14,7 +14,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from .active import called_decoder, capturing_cache, refuse_compiled
 from .host_memory import pinning
 from .hosted_layer import HostedLayer
-from .index_first import early_indexers
+from .index_first import NotAhead, early_indexers
 from .models.gqa import GqaLayer
 from .models.overrides import alive, copied
 from .modes import keeps, outside_inference_mode
@@ -156,6 +156,7 @@ class DecodeGraphs:
         self.replays = 0
         self._steps: dict[tuple[int, bool], _Step] = {}
         self._warm: set[tuple[Any, ...]] = set()  # what eager steps of the model `_hooks_of` have prepared
+        self._asks_indexers = True  # ahead of the model
         self._refused: str | None = None
         self._said: set[str] = set()  # why steps ran eagerly for a while
         self._hooks_of: weakref.ref[PreTrainedModel] | None = None
@@ -186,13 +187,13 @@ class DecodeGraphs:
         hosted = len(cache.hosted_layers)
         warm = (hosted, *shape)  # of this model: another one clears them
         if warm not in self._warm:
-            # An eager step compiles kernels, sets up libraries, and shows which queries can be had early.
+            # An eager step compiles kernels, sets up libraries, and shows which layers can read ahead.
             obstacle = _obstacle(model, cache)
             if obstacle:
                 self._refuse(obstacle)
             for layer in cache.hosted_layers:
                 layer.reads_ahead = False
-            with early_queries(model, cache, GqaLayer.expect_query), early_indexers(model, cache, read=False):
+            with early_queries(model, cache, GqaLayer.expect_query), self._early_indexers(model, read=False):
                 output = forward(**kwargs)
             self._warm.add(warm)  # not if it failed on the way
             return output
@@ -254,24 +255,33 @@ class DecodeGraphs:
         counts = [layer.counts for layer in cache.layers]
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
-        cause: Exception | None = None  # CUDA may have an error of its own to say when a capture breaks off
+        cause: BaseException | None = (
+            None  # CUDA may have an error of its own to say when a capture breaks off
+        )
         try:
             with (
                 pinning,
                 as_captured(cache, masked),
                 early_queries(model, cache, GqaLayer.read_ahead),
-                early_indexers(model, cache, read=True),
+                self._early_indexers(model, read=True),
                 torch.cuda.graph(step.graph),
             ):
                 try:
                     step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
-                except Exception as error:
+                except BaseException as error:
                     cause = error
                     raise
         except Exception as error:  # whatever a model does that a capture does not allow
-            logger.debug("capturing a decode step failed", exc_info=True)
             cause = cause or error
-            self._refuse(f"{type(cause).__name__}: {cause}".split("\n")[0])
+            if not isinstance(cause, Exception):  # Ctrl-C
+                raise cause from None
+            logger.debug("capturing a decode step failed", exc_info=True)
+            if isinstance(cause, NotAhead) and self._asks_indexers:
+                logger.debug("%s: from now on, no indexer is called ahead", cause)
+                self._asks_indexers = False
+                self._warm.clear()
+            else:
+                self._refuse(f"{type(cause).__name__}: {cause}".split("\n")[0])
             return None
         finally:
             for layer, count in zip(cache.layers, counts, strict=True):
@@ -279,8 +289,15 @@ class DecodeGraphs:
         self.captures += 1
         return step
 
+    def _early_indexers(self, model: PreTrainedModel, read: bool) -> AbstractContextManager[None]:
+        """See `early_indexers`; nothing where that went wrong once."""
+        cache = self._cache()
+        assert cache is not None
+        return early_indexers(model, cache, read) if self._asks_indexers else nullcontext()
+
     def forget(self) -> None:
         """Drop what was captured: the next steps are captured anew."""
+        self._asks_indexers = True
         self._steps.clear()
         self._warm.clear()
         self._refused = None
@@ -309,6 +326,7 @@ class DecodeGraphs:
             self._hooks = [hooks for part in parts for hooks in _forward_hooks(part)]
             self._hooks_of = weakref.ref(model)
             self._warm.clear()  # which layers can read ahead was seen with another model
+            self._asks_indexers = True
         # Asked in every step, of hundreds of parts.
         foreign = [hooks for hooks in self._hooks if hooks and any(map(_foreign, hooks.values()))]
         if not foreign:

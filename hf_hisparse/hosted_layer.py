@@ -437,7 +437,7 @@ class HostedLayer(RearrangedRows, ReadsAhead, CacheLayerMixin):
         return self.buffer.choose(selection, self.layout.count(self._length))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, claimed: bool = False) -> None:
-        """Store the token at `position`: ``[lanes, width]``; `claimed` if what its query reads is resident already."""
+        """Store the token at `position`, ``[lanes, width]``; `claimed` if that was done for it and a selection read since."""
         self._stored = True
         self.pool.wait()
         self.buffer.append(keys, values, self.position, self.pool, claimed)

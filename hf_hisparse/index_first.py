@@ -3,14 +3,15 @@
 Models that select by themselves call their indexer after all of that, just before attention. What it reads is there long before:
 the hidden state of the layer, and in DeepSeek's the compressed query. So while a step is captured (see `graphs`) the indexer is
 called as soon as its arguments are there, on a side stream, and resolve and fetch follow it. When the model calls it, it gets the
-selection that is there already; attention waits for what is fetched.
+selection that is there already (see `models.indexer`); attention waits for what is fetched.
 
-That the model calls its indexer with the very tensors that it was called with ahead is seen in the eager step before a capture;
+That the model calls its indexer with what it was called with ahead is seen in the eager step before a capture, tensor by tensor;
 where it does not, the layer selects and fetches in its turn. `query_first` does the like for selectors of this library.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .active import current_call
+from .active import current_call, stand_ins
 from .hot_buffer import HotBuffer
 from .models.mla import LatentLayer
 from .models.msa import BlockLayer
@@ -31,16 +32,30 @@ _COMPRESSED_QUERY = "q_resid"  # as DeepSeek's indexer calls it
 _MADE_BY = "q_a_layernorm"  # the part of attention that it comes from
 
 
+class NotAhead(RuntimeError):
+    """An indexer cannot be called ahead, although the eager step before said so."""
+
+
 @contextmanager
 def early_indexers(model: torch.nn.Module, cache: HiSparseCache, read: bool) -> Iterator[None]:
     """In calls of `model` with `cache`, let layers read ahead; or without `read` find out which of them can.
 
-    On leaving, the model is as it was, and layers forget what they expected.
+    On leaving, hooks are removed and layers forget what they expected.
+
+    Raises
+    ------
+    NotAhead
+        In a call with `read`.
     """
     with ExitStack() as undo:
+        found: dict[torch.nn.Module, EarlyIndexer] = {}
         for attention in model.modules():
-            if isinstance(getattr(attention, "indexer", None), torch.nn.Module):
-                _EarlyIndexer(attention, cache, read).install(undo)
+            # Its own: what wraps an attention may say that it has one, too.
+            indexer, index = attention._modules.get("indexer"), getattr(attention, "layer_idx", None)
+            if indexer is not None and indexer not in found and isinstance(index, int):
+                found[indexer] = EarlyIndexer(attention, indexer, cache, read)
+                found[indexer].listen(undo)
+        undo.callback(stand_ins.reset, stand_ins.set(found))
         try:
             yield
         finally:
@@ -48,39 +63,32 @@ def early_indexers(model: torch.nn.Module, cache: HiSparseCache, read: bool) -> 
                 layer.forget_ahead()
 
 
-class _EarlyIndexer:
-    """Stands in for the forward of one attention's indexer.
+class EarlyIndexer:
+    """Makes the call of one attention's indexer ahead of the model, and answers the model's own.
 
     Parameters
     ----------
-    attention : torch.nn.Module
+    attention, indexer : torch.nn.Module
     cache : HiSparseCache
     read : bool
         Whether to call the indexer ahead, or to compare what it would have been called with.
     """
 
-    def __init__(self, attention: Any, cache: HiSparseCache, read: bool) -> None:
-        self.attention, self.cache, self.read = attention, cache, read
-        self.indexer = attention.indexer
-        self.forward = self.indexer.forward
-        self.signature = _signature(self.indexer)
+    def __init__(self, attention: Any, indexer: Any, cache: HiSparseCache, read: bool) -> None:
+        self.attention, self.indexer, self.cache, self.read = attention, indexer, cache, read
         self.given: dict[str, Any] = {}  # to attention
         self.arguments: dict[str, Any] | None = None  # of the indexer, as far as they are known ahead
+        self.contents: list[torch.Tensor] = []  # what tensors among them held then
         self.selected: torch.Tensor | None = None
         self.ready: torch.cuda.Event | None = None
 
-    def install(self, undo: ExitStack) -> None:
-        """Listen to attention, and take the place of its indexer's forward."""
+    def listen(self, undo: ExitStack) -> None:
+        """Be told when attention is called, and when its compressed query is there if the indexer needs that."""
         attention = self.attention
         undo.callback(attention.register_forward_pre_hook(self._is_called, with_kwargs=True).remove)
-        if _COMPRESSED_QUERY in self.signature.parameters:
-            part = getattr(attention, _MADE_BY, None)
-            if not isinstance(part, torch.nn.Module):
-                return
+        part = attention._modules.get(_MADE_BY)
+        if part is not None:
             undo.callback(part.register_forward_hook(self._is_compressed).remove)
-        own = vars(self.indexer).get("forward")
-        undo.callback(_put_back, self.indexer, own)
-        self.indexer.forward = self
 
     def _is_asked(self) -> bool:
         """Whether this is a call with the cache: hooks run in calls of other threads, too."""
@@ -90,120 +98,147 @@ class _EarlyIndexer:
     def _is_called(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_asked():
             return
-        self.given, self.arguments, self.selected = _by_name(_signature(attention), args, kwargs), None, None
-        if _COMPRESSED_QUERY not in self.signature.parameters:
+        self.given, self.arguments, self.selected = _by_name(attention, args, kwargs), None, None
+        if _COMPRESSED_QUERY not in _parameters(self.indexer):
             self._begin()
 
     def _is_compressed(self, part: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        if self._is_asked() and self.given:
+        if self.given and self._is_asked():
             self.given[_COMPRESSED_QUERY] = output
             self._begin()
 
     def _begin(self) -> None:
         """All that the indexer needs is there."""
         given, self.given = self.given, {}
-        layer = self.cache.layers[self.attention.layer_idx]
-        if not isinstance(layer, LatentLayer | BlockLayer) or not isinstance(layer.buffer, HotBuffer):
+        layer = self._layer()
+        if layer is None:
             return
-        if isinstance(layer, BlockLayer) and isinstance(given.get("position_ids"), torch.Tensor):
-            positions, batch = given["position_ids"], given["hidden_states"].shape[0]
-            given["position_ids"] = (positions if positions.ndim > 1 else positions[None]).expand(batch, -1)
-        self.arguments = self._arguments(given)
-        if self.arguments is None:
+        arguments = self.arguments = _arguments(self.indexer, given, expands=isinstance(layer, BlockLayer))
+        if arguments is None:
             return
         if self.read:
-            layer.read_ahead(self._select, given.get("attention_mask"))
+            layer.read_ahead(functools.partial(self._select, arguments), given.get("attention_mask"))
         else:
             layer.expect_selection()
+            self.contents = [tensor.clone() for tensor in _tensors(arguments)]
 
-    def _arguments(self, given: dict[str, Any]) -> dict[str, Any] | None:
-        """What attention will hand to its indexer, by name, as transformers' models do; None if it is not known."""
-        arguments = {}
-        for name, parameter in self.signature.parameters.items():
-            if name in given:
-                value = given[name]
-                for_all_heads = (
-                    name == "attention_mask" and isinstance(value, torch.Tensor) and value.ndim == 4
-                )
-                arguments[name] = value[:, 0] if for_all_heads else value
-            elif parameter.default is inspect.Parameter.empty:
-                return None
-        return arguments
+    def _layer(self) -> LatentLayer | BlockLayer | None:
+        """The layer of this attention, if it is one that resolves what the indexer selects."""
+        index, layers = self.attention.layer_idx, self.cache.layers
+        layer = layers[index] if 0 <= index < len(layers) else None
+        if not isinstance(layer, LatentLayer | BlockLayer) or not isinstance(layer.buffer, HotBuffer):
+            return None
+        return layer
 
-    def _select(self) -> torch.Tensor:
+    def _select(self, arguments: dict[str, Any]) -> torch.Tensor:
         """Run the indexer ahead."""
-        assert self.arguments is not None
-        self.selected = self.forward(**self.arguments)
-        if self.selected.is_cuda:
-            self.ready = torch.cuda.current_stream(self.selected.device).record_event()
-        return self.selected
+        token = stand_ins.set({})
+        try:
+            selected = self.indexer.forward(**arguments)
+        except Exception as error:
+            raise NotAhead(f"an indexer called ahead: {type(error).__name__}: {error}") from error
+        finally:
+            stand_ins.reset(token)
+        if selected.is_cuda:
+            self.ready = torch.cuda.current_stream(selected.device).record_event()
+        self.selected = selected
+        return selected
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._is_asked() or self.arguments is None:
-            return self.forward(*args, **kwargs)
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """What the indexer selects for these arguments, of the model's call; None if it is yet to be asked."""
         arguments, self.arguments = self.arguments, None
+        layer = self._layer()
+        if arguments is None or layer is None or not self._is_asked():
+            return None
         same = _same(
-            _by_name(self.signature, args, kwargs, defaults=True),
-            _by_name(self.signature, (), arguments, defaults=True),
+            _by_name(self.indexer, args, kwargs, defaults=True),
+            _by_name(self.indexer, (), arguments, defaults=True),
         )
-        layer = self.cache.layers[self.attention.layer_idx]
         if not self.read:
-            layer.reads_ahead = same
-            return self.forward(*args, **kwargs)
+            held, self.contents = self.contents, []
+            layer.reads_ahead = same and all(map(torch.equal, held, _tensors(arguments)))
+            return None
         selected, self.selected = self.selected, None
         if selected is None:  # this layer does not read ahead
-            return self.forward(*args, **kwargs)
+            return None
         if not same:
-            raise RuntimeError(
-                f"{layer.name}: the model calls its indexer with other tensors than a step before"
-            )
+            raise NotAhead(f"{layer.name}: the model calls its indexer with other tensors than a step before")
         if self.ready is not None:
             torch.cuda.current_stream(selected.device).wait_event(self.ready)
         return selected
 
 
-def _signature(module: torch.nn.Module) -> inspect.Signature:
-    """How the forward of a module's class is called."""
-    return inspect.signature(types.MethodType(type(module).forward, module))
+def _parameters(module: torch.nn.Module) -> dict[str, inspect.Parameter]:
+    """What the forward of a module's class is called with, by name; nothing where that cannot be said."""
+    try:
+        return dict(inspect.signature(types.MethodType(type(module).forward, module)).parameters)
+    except (TypeError, ValueError):
+        return {}
 
 
 def _by_name(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], defaults: bool = False
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], defaults: bool = False
 ) -> dict[str, Any]:
-    """The arguments of a call by their names; none if it does not fit the signature."""
+    """The arguments of a call of `module` by their names; none if they do not fit its forward."""
+    parameters = _parameters(module)
     try:
-        bound = signature.bind(*args, **kwargs)
+        bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
     except TypeError:
         return {}
     if defaults:
         bound.apply_defaults()
     named = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
+    for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named |= named.pop(name, {})
     return named
 
 
+def _arguments(indexer: torch.nn.Module, given: dict[str, Any], expands: bool) -> dict[str, Any] | None:
+    """What attention, called with `given`, will hand to its indexer, as transformers' models do; None if that is not known.
+
+    With `expands` position ids for all batch rows, as MiniMax-M3 makes them.
+    """
+    arguments = {}
+    for name, parameter in _parameters(indexer).items():
+        value = given.get(name)
+        if name in given:
+            if isinstance(value, torch.Tensor) and name == "attention_mask" and value.ndim == 4:
+                value = value[:, 0]  # the same for all heads
+            if isinstance(value, torch.Tensor) and name == "position_ids" and expands:
+                hidden = given.get("hidden_states")
+                if not isinstance(hidden, torch.Tensor):
+                    return None
+                value = (value if value.ndim > 1 else value[None]).expand(hidden.shape[0], -1)
+            arguments[name] = value
+        elif parameter.default is inspect.Parameter.empty:
+            return None
+    return arguments or None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors among some arguments."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, tuple) else []
+
+
 def _same(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same tensors, or views of the same memory, or the same objects."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (
-            one.data_ptr() == other.data_ptr()
-            and one.shape == other.shape
-            and one.stride() == other.stride()
-            and one.dtype == other.dtype
-            and one.device == other.device
-        )
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+    """Whether two arguments are the same objects, or views of the same memory."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
-    return one is other
-
-
-def _put_back(indexer: Any, own: Any) -> None:
-    """Undo an assignment to `forward`."""
-    if own is None:
-        del indexer.forward
-    else:
-        indexer.forward = own
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if one is other:
+        return True
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return (
+        one.data_ptr() == other.data_ptr() != 0
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )

@@ -40,14 +40,14 @@ class Replay(NamedTuple):
         Where the selected records are.
     plan : MissPlan
         What was missing.
-    written : int32 ``[lanes]``
-        The slot of the new token's record, -1 if it was evicted at once.
+    written : int32 ``[lanes]`` or None
+        The slot of the new token's record, -1 if it was evicted at once; None where no layer follows.
     """
 
     selection: torch.Tensor
     slots: torch.Tensor
     plan: MissPlan
-    written: torch.Tensor
+    written: torch.Tensor | None
 
     def kept(self) -> Replay:
         """A copy that the next token does not overwrite."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from hisparse_kernels.miss_plan import HostSource
 
 from .side_stream import beside
+
+_T = TypeVar("_T")
 
 
 class Read(NamedTuple):
@@ -30,17 +33,19 @@ class Read(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """A `Read` on the side stream.
+    """What is being read on the side stream.
 
     Attributes
     ----------
+    read : Any
+        What is to be attention's.
     made_of : Any
-        Its tensors must not be given back to the stream that they are of until `ready`.
+        Holds the tensors that the side stream reads: until `ready` the stream that they are of must not get them back.
     ready : torch.cuda.Event or None
         None on a CPU.
     """
 
-    read: Read
+    read: Any
     made_of: Any
     ready: torch.cuda.Event | None
 
@@ -56,29 +61,42 @@ class ReadsAhead:
 
     reads_ahead = False
     position: torch.Tensor
-    _expected: Any = None  # what tells whether it would, in the eager step before a capture
+    _looked_at = False  # in the eager step before a capture, which finds that out
     _under_way: _UnderWay | None = None
 
-    def expect_selection(self) -> None:
-        """Let `what_was_read` know that this is the eager step before a capture."""
-        self._expected = True
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """How error messages call this layer."""
 
-    def begin_ahead(self, read: Callable[[], Read], made_of: Any) -> None:
+    def expect_selection(self) -> None:
+        """This is the eager step before a capture, and what is selected was known ahead."""
+        self._looked_at = True
+
+    def begin_ahead(self, read: Callable[[], _T], made_of: Any) -> _T:
         """Call `read` beside what the model does now; its kernels read tensors in `made_of`.
 
         On a GPU only while a step is captured: nothing is said to the allocator of what the side stream uses.
+
+        Raises
+        ------
+        RuntimeError
+            If attention has not taken what was read before.
         """
+        if self._under_way is not None:
+            raise RuntimeError(f"{self.name}: its attention is called again before it has ended")
         device = self.position.device
         with beside(device) if device.type == "cuda" else nullcontext() as stream:
             begun = read()
             self._under_way = _UnderWay(begun, made_of, None if stream is None else stream.record_event())
+        return begun
 
     @property
-    def under_way(self) -> Read | None:
-        """What is being read ahead; to be used after `what_was_read`."""
-        return None if self._under_way is None else self._under_way.read
+    def is_under_way(self) -> bool:
+        """Whether something is being read ahead."""
+        return self._under_way is not None
 
-    def what_was_read(self, read: Callable[[], Read]) -> Read | None:
+    def what_was_read(self, read: Callable[[], _T]) -> _T | None:
         """What was read ahead; None if nothing was.
 
         In the eager step before a capture it is read now, by `read`, with the kernels that the capture launches: so they are
@@ -86,11 +104,11 @@ class ReadsAhead:
         """
         under_way, self._under_way = self._under_way, None
         if under_way is None:
-            return read() if self.reads_ahead and self._expected is not None else None
+            return read() if self.reads_ahead and self._looked_at else None
         if under_way.ready is not None:
             torch.cuda.current_stream(self.position.device).wait_event(under_way.ready)
         return under_way.read
 
     def forget_ahead(self) -> None:
         """Expect and read nothing any more: the call is over, or broke off."""
-        self._expected = self._under_way = None
+        self._looked_at, self._under_way = False, None

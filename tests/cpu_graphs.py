@@ -107,7 +107,7 @@ def _capture(graph: CpuGraph) -> Iterator[None]:
     try:
         with capture:
             yield
-    except Exception as error:  # as CUDA does where a stream on the side is not waited for
+    except BaseException as error:  # as CUDA does where a stream on the side is not waited for
         raise RuntimeError("operation failed due to a previous error during capture") from error
     finally:
         _Capture.current = None

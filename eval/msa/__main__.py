@@ -15,9 +15,10 @@ attention over its own `DynamicCache`, every key under a mask.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -56,20 +57,26 @@ def build(layers: int, toy: bool, device: str) -> PreTrainedModel:
         ).eval()
 
 
-class TracePlayer:
-    """Stands in for an indexer: lets it work, and answers with a query's own block and the next step of a trace."""
+@contextmanager
+def playing(model: PreTrainedModel, traces: list[torch.Tensor]) -> Iterator[None]:
+    """Let the model's indexers work, and answer with a query's own block and the next step of a trace each.
 
-    def __init__(self, indexer: torch.nn.Module, trace: torch.Tensor) -> None:
-        self.forward = indexer.forward
-        self.block_size = indexer.block_size
-        self.steps = Playback(trace)  # int64 [steps, batch, KV heads, k - 1]
+    Traces are int64 ``[steps, batch, KV heads, k - 1]``.
+    """
+    indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
+    steps = {indexer: Playback(trace) for indexer, trace in zip(indexers, traces, strict=True)}
+    own = type(indexers[0]).forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.forward(*args, **kwargs)
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own(self, *args, **kwargs)
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[-1]
-        selection = self.steps.next()
-        own = (positions // self.block_size)[:, None].expand(*selection.shape[:2], 1)
-        return torch.cat([own, selection], dim=2)[:, :, None]
+        selection = steps[self].next()
+        block = (positions // self.block_size)[:, None].expand(*selection.shape[:2], 1)
+        return torch.cat([block, selection], dim=2)[:, :, None]
+
+    with mock.patch.object(type(indexers[0]), "forward", forward):
+        yield
 
 
 def traces(
@@ -175,18 +182,15 @@ def compare(model: PreTrainedModel, args: argparse.Namespace, **sizes: Any) -> I
     """One row for each way, for one history, batch and overlap."""
     batch, history = sizes["batch"], sizes["history"]
     blocks = history // model.config.index_block_size
-    indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
     selections = [
         traces(model, batch, blocks, WARM_UP + 2 * args.steps, sizes["overlap"], seed)
-        for seed in range(len(indexers))
+        for seed in range(model.config.num_hidden_layers)
     ]
     for way, buffer, cache in ways(model, args.buffers, batch, history, args.steps):
         row = sizes | {"way": way, "buffer_tokens": buffer}
         if buffer is not None:
             row["formula_bytes"] = formula_bytes(model, batch, buffer)
-        with ExitStack() as patches:
-            for indexer, trace in zip(indexers, selections, strict=True):
-                patches.enter_context(mock.patch.object(indexer, "forward", TracePlayer(indexer, trace)))
+        with playing(model, selections):
             try:
                 row |= measure(model, cache, batch, history, args.steps, f"{way}, {history} x {batch}")
             except (torch.cuda.OutOfMemoryError, MemoryError) as error:

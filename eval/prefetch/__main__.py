@@ -18,6 +18,7 @@ invalid, and its time bounds what can be hidden. Only this program can switch th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -60,16 +61,21 @@ def build(layers: int, share: int, toy: bool, device: str) -> PreTrainedModel:
         ).eval()
 
 
-class TracePlayer:
-    """Stands in for an indexer: lets it work, and answers with the next step of a trace."""
+@contextmanager
+def playing(model: PreTrainedModel, traces: list[torch.Tensor]) -> Iterator[None]:
+    """Let the model's indexers work, and answer with the next step of a trace each, int32 ``[steps, batch, k]``."""
+    indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
+    indexers = [indexer for indexer in indexers if indexer is not None]
+    steps = {indexer: Playback(trace) for indexer, trace in zip(indexers, traces, strict=True)}
+    own = type(indexers[0]).forward
 
-    def __init__(self, indexer: torch.nn.Module, trace: torch.Tensor) -> None:
-        self.forward = indexer.forward
-        self.steps = Playback(trace)  # int32 [steps, batch, k]
+    @functools.wraps(own)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own(self, *args, **kwargs)
+        return steps[self].next()[:, None]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.forward(*args, **kwargs)
-        return self.steps.next()[:, None]
+    with mock.patch.object(type(indexers[0]), "forward", forward):
+        yield
 
 
 @contextmanager
@@ -157,16 +163,16 @@ def compare(
     """All ways for one history; those with a cache in common take turns, so that what drifts meets them alike."""
     top_k = model.config.index_topk
     decoder, total = model.get_decoder(), 7 * (WARM_UP + rounds * (1 + steps))  # of all ways
-    full = [layer.self_attn for layer in decoder.layers if layer.self_attn.indexer is not None]
+    full = sum(layer.self_attn.indexer is not None for layer in decoder.layers)
     traces = [
         synthetic_trace(batch, top_k, history, total, PAPER_CURVE, seed, str(model.device))
-        for seed in tqdm(range(len(full)), desc="traces", leave=False)
+        for seed in tqdm(range(full), desc="traces", leave=False)
     ]
     resident = HiSparseCache(model, device_buffer_tokens=history + total)
     fill(resident, model, batch, history)
     small = HiSparseCache(model, device_buffer_tokens=buffer)
     fill(small, model, batch, history)
-    shared = len(full) < len(decoder.layers)
+    shared = full < len(decoder.layers)
     held = [
         Way("resident", resident, prefetch=False, ahead=True),
         Way("resident, in turn", resident, prefetch=False, ahead=False),
@@ -178,10 +184,7 @@ def compare(
         Way("oracle", small, prefetch=False, ahead=True, reading=False),
         Way("oracle, in turn", small, prefetch=False, ahead=False, reading=False),
     ]
-    with ExitStack() as patches:
-        for each, trace in zip(full, traces, strict=True):
-            player = TracePlayer(each.indexer, trace)
-            patches.enter_context(mock.patch.object(each.indexer, "forward", player))
+    with playing(model, traces):
         for ways in (held, turns):
             for way in ways:
                 way.run(model, WARM_UP, timed=False)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hisparse_kernels.block_scores import block_scores
 
-from ..active import Call, current_call
+from ..active import Call, current_call, selected_ahead
 from ..hosted_layer import HostedLayer
 from .indexer import UnknownScores, WatchedKeys, slice_rows
 from .msa import BlockLayer
@@ -46,6 +46,9 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     int64 ``[B, heads, S, k]``
         The blocks that each query reads, -1 for none.
     """
+    selected = selected_ahead(self, args, kwargs)
+    if selected is not None:
+        return selected
     forward = types.MethodType(type(self).forward, self)
     call = current_call()
     layer: Any = None if call is None else call.cache.layers[self.layer_idx]

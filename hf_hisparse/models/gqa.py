@@ -27,7 +27,7 @@ class GqaLayer(HostedLayer):
     """A hosted layer whose records a `Selector` chooses. Lane = batch row x KV head."""
 
     state: SelectorState
-    _expected: torch.Tensor | None
+    _expected: torch.Tensor | None = None
 
     def __init__(self, layer_idx: int, settings: LayerSettings, padding: Padding, selector: Selector) -> None:
         super().__init__(layer_idx, settings, padding)
@@ -136,7 +136,13 @@ class GqaLayer(HostedLayer):
 
     def expect_query(self, query: Callable[[], torch.Tensor]) -> None:
         """Keep what `query` makes, to be compared with the query that attention is handed (see `_compare`)."""
+        self.expect_selection()
         self._expected = query()
+
+    def forget_ahead(self) -> None:
+        """See `ReadsAhead.forget_ahead`."""
+        super().forget_ahead()
+        self._expected = None
 
     @own_sums
     def read_ahead(self, query: Callable[[], torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from transformers import Cache
 
 from hisparse_kernels.lightning_indexer import lightning_indexer
 
-from ..active import current_call
+from ..active import current_call, selected_ahead
 from ..masks import allowed_keys, causal_rows
 from ..modes import keeps
 from ..records import moved
@@ -111,6 +111,9 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     between are left to a kernel that never stores them, as long as the code computes what the kernel does (`_Keys` watches that);
     otherwise the slices of a long call are smaller. Extra memory stays within `prefill_memory`.
     """
+    selected = selected_ahead(self, args, kwargs)
+    if selected is not None:
+        return selected
     forward = types.MethodType(type(self).forward, self)
     call = current_call()
     if call is None or not call.causal:

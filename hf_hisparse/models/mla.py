@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ from ..masks import allowed_keys, readable
 from ..modes import outside_inference_mode, own_sums
 from ..padding import Padding
 from ..prefetch import FollowerBuffer, Group, Replay, prefetch
-from ..read_ahead import Read
 from ..records import RecordLayout
 from ..selector import LayerShape
 from ..versions import new_version
@@ -268,21 +268,19 @@ class LatentLayer(HostedLayer):
     ) -> torch.Tensor:
         """One new token after another, each with the selection that the model made for it."""
         new = self.new_tokens()
-        if self.under_way is None:
+        follows = isinstance(self.buffer, FollowerBuffer)
+        selections = None
+        if self.settings.verify or not (follows or self.is_under_way):
             selections = self._select(indices, mask)
-            self.replays = []
-        else:
-            selections = self.under_way.selection[:, None]
+        take = self._follow if follows else self._lead
+        self.replays = []
         outputs = []
         for i in range(query.shape[2]):
             row = slice(i, i + 1)
             part = query[:, :, row]
-            folded = (
-                self._fold(module, part) if expanded is None else None
-            )  # while what it reads is on its way
-            take = self._follow if isinstance(self.buffer, FollowerBuffer) else self._lead
-            selection = selections[:, i].contiguous()
-            slots = take(i, new, selection)
+            # Before anything is waited for: what is read may still be on its way.
+            folded = self._fold(module, part) if expanded is None else None
+            selection, slots, *_ = take(i, new, None if selections is None else selections[:, i].contiguous())
             if folded is not None:
                 output = self._absorbed(folded, self.buffer.data, selection, slots, scaling)
             else:
@@ -312,46 +310,47 @@ class LatentLayer(HostedLayer):
         """
         if not self.reads_ahead or mask is None:
             return
-        self.replays = []
 
-        def read() -> Read:
+        def read() -> Replay:
             indices = select()
             with outside_inference_mode():
                 return self._claim_and_read(self._select(indices, mask)[:, 0].contiguous())
 
-        self.begin_ahead(read, (select, mask))
-        if self.replays:
-            self._prefetch_next(0, self.replays[0])
+        self._prefetch_next(0, self.begin_ahead(read, (select, mask)))
 
-    def _claim_and_read(self, selection: torch.Tensor) -> Read:
+    def _claim_and_read(self, selection: torch.Tensor | None) -> Replay:
         """Bring what is selected before the query's own token is stored."""
         self.claim()
         return self._read(selection)
 
-    def _read(self, selection: torch.Tensor) -> Read:
-        """Bring what is selected, and note for those that follow what was done."""
-        read = Read(selection, self.read(selection))
-        if self.group.members[-1] is not self:
-            assert isinstance(self.buffer, HotBuffer)
-            written = self.buffer.slot_of(self.position)
-            self.replays.append(Replay(selection, read.slots, self.buffer.plan, written))
-        return read
+    def _read(self, selection: torch.Tensor | None) -> Replay:
+        """Bring what is selected."""
+        assert selection is not None and isinstance(self.buffer, HotBuffer)
+        slots = self.read(selection)
+        written = self.buffer.slot_of(self.position) if self._is_followed else None
+        return Replay(selection, slots, self.buffer.plan, written)
 
-    def _lead(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
-        """Store new token `i`, bring what it selects, and let followers know; the slots, int32 ``[lanes, k]``."""
-        begun = self.under_way is not None
-        read = self.what_was_read(lambda: self._claim_and_read(selection))
-        self.append(new.keys[:, 0, i], new.values[:, 0, i], claimed=read is not None)
-        if read is None:
-            read = self._read(selection)
-        if self.replays and not begun:
-            if new.keys.shape[2] > 1:
-                self.replays[i] = self.replays[i].kept()
-            self._prefetch_next(i, self.replays[i])
-        return read.slots
+    @property
+    def _is_followed(self) -> bool:
+        """Whether other layers read what this one selects."""
+        return self.group.members[-1] is not self
 
-    def _follow(self, i: int, new: NewTokens, selection: torch.Tensor) -> torch.Tensor:
-        """Do for new token `i` what the leader did; the slots (see `_lead`)."""
+    def _lead(self, i: int, new: NewTokens, selection: torch.Tensor | None) -> Replay:
+        """Store new token `i`, bring what it selects unless that was read ahead, and let followers know."""
+        begun = self.is_under_way
+        replay = self.what_was_read(functools.partial(self._claim_and_read, selection))
+        self.append(new.keys[:, 0, i], new.values[:, 0, i], claimed=replay is not None)
+        if replay is None:
+            replay = self._read(selection)
+        if new.keys.shape[2] > 1 and self._is_followed:
+            replay = replay.kept()
+        self.replays.append(replay)
+        if not begun:
+            self._prefetch_next(i, replay)
+        return replay
+
+    def _follow(self, i: int, new: NewTokens, selection: torch.Tensor | None) -> Replay:
+        """Do for new token `i` what the leader did; `selection` is looked at with `verify` alone."""
         leader = self.group.leader_of(self, self.position.device)
         assert isinstance(self.buffer, FollowerBuffer) and leader is not None
         replay = leader.replays[i]
@@ -360,13 +359,14 @@ class LatentLayer(HostedLayer):
             self.buffer.fetch(replay.plan, self.pool)
         self.prefetched = None
         self._prefetch_next(i, replay)
+        assert replay.written is not None
         self.buffer.write(new.keys[:, 0, i], new.values[:, 0, i], self.position, replay.written, self.pool)
-        if self.settings.verify and not torch.equal(selection, replay.selection):
+        if selection is not None and not torch.equal(selection, replay.selection):
             raise RuntimeError(
                 f"verify: layer {self.layer_idx} selects something else than layer {leader.layer_idx}, which it shares its "
                 "selection with"
             )
-        return replay.slots
+        return replay
 
     def _prefetch_next(self, i: int, replay: Replay) -> None:
         """Start the next layer's fetch of the first new token; those of further tokens must not overtake its attention."""

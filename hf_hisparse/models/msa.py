@@ -166,25 +166,22 @@ class BlockLayer(HostedLayer):
         else:
             allowed = allowed_keys(mask, batch)
             self._note(allowed, count)
-        if self.under_way is None:
-            selections = self._selections(kwargs["block_indices"])
-        else:
-            selections = self.under_way.selection.unflatten(0, (batch, -1))[:, :, None]
+        selections = None if self.is_under_way else self._selections(kwargs["block_indices"])
         new = self.new_tokens()
         lanes = batch * new.keys.shape[1]
         outputs = []
         for i in range(count):
-            selection = selections[:, :, i].contiguous()
-            read = self.what_was_read(functools.partial(self._claim_and_read, selection))
+            chosen = None if selections is None else selections[:, :, i].contiguous()
+            read = self.what_was_read(functools.partial(self._claim_and_read, chosen))
             keys, values = new.keys[:, :, i].flatten(0, 1), new.values[:, :, i].flatten(0, 1)
             self.append(keys, values, claimed=read is not None)
-            chosen, slots, source = self._read(selection) if read is None else read
+            selection, slots, source = self._read(chosen) if read is None else read
             # The model hides what comes after a token by the mask, or by its position id where it makes none.
             last = self.position if allowed is not None else torch.minimum(positions[:, i], self.position)
             output = gqa_decode(
                 query[:, :, i].reshape(lanes, -1, width),
                 self._heads_apart(self.buffer.data),
-                chosen,
+                selection,
                 slots,
                 last,
                 None if allowed is None else allowed[:, i],
@@ -193,7 +190,7 @@ class BlockLayer(HostedLayer):
                 self._scaling(query, kwargs),
                 source,
             )
-            self.verify(self._records(selection), self.buffer.slots)
+            self.verify(selection.view(self.buffer.lanes, -1), self.buffer.slots)
             self.advance()
             outputs.append(output.view(batch, heads, -1))
         return torch.stack(outputs, dim=1)
@@ -222,13 +219,15 @@ class BlockLayer(HostedLayer):
 
         self.begin_ahead(read, select)
 
-    def _claim_and_read(self, selection: torch.Tensor) -> Read:
+    def _claim_and_read(self, selection: torch.Tensor | None) -> Read:
         """Bring what is selected, ``[batch, heads, k]``, before the query's own token is stored."""
+        assert selection is not None
         self.claim()
         return self._as_read_by_heads(selection, self.read(self._records(selection)), None)
 
-    def _read(self, selection: torch.Tensor) -> Read:
+    def _read(self, selection: torch.Tensor | None) -> Read:
         """Bring what is selected, ``[batch, heads, k]``, or let attention do it."""
+        assert selection is not None  # only what was read ahead is not selected in its turn
         records = self._records(selection)
         if self.layout.heads > 1:  # several KV heads share a record, which one of them must have brought
             return self._as_read_by_heads(selection, self.read(records), None)

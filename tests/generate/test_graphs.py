@@ -242,6 +242,28 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(graph_device, cap
     assert "DynamicSlidingWindowLayer" in repr(cache)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "v32"])
+def test_ctrl_c_in_a_capture_arrives(graph_device, name):
+    model = MODELS[name]().to(graph_device)
+    ids, cache = prompt(1, LENGTH, device=graph_device), new_cache(model)
+    want = generated(model, new_cache(model, graphs=False), ids)
+    part, calls = model.model.layers[-1].self_attn.o_proj, []
+    own = part.forward
+
+    def interrupted(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(1)  # a prompt, the step before a capture, the capture
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return own(hidden)
+
+    part.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        generated(model, cache, ids)
+    cache.reset()
+    assert torch.equal(generated(model, cache, ids), want)
+    assert cache.graphs.captures == 1 and cache.graphs.replays > 0, repr(cache.graphs)
+
+
 def test_a_copied_model_runs_its_own_forward():
     model = models.build("qwen3")
     enable(model)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import PreTrainedModel
 
 from hf_hisparse import HiSparseCache
@@ -194,7 +197,9 @@ def test_an_indexer_that_is_called_otherwise_is_waited_for(device, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["v32_dense", "no_experts"])
-def test_an_indexer_that_is_called_otherwise_later_is_not_captured(graph_device, monkeypatch, caplog, name):
+def test_an_indexer_that_is_called_otherwise_later_is_captured_without(
+    graph_device, monkeypatch, caplog, name
+):
     model = build(name).to(graph_device)
     ids = prompt(1, LENGTH, device=graph_device)
     want = generated(model, HiSparseCache(model, device_buffer_tokens=40, graphs=False), ids)
@@ -210,9 +215,11 @@ def test_an_indexer_that_is_called_otherwise_later_is_not_captured(graph_device,
 
     attention.forward = changes
     cache = HiSparseCache(model, device_buffer_tokens=40)
-    assert torch.equal(generated(model, cache, ids), want)
-    assert cache.graphs.replays == 0
-    assert "calls its indexer with other tensors" in caplog.text
+    with caplog.at_level("DEBUG", logger="hf_hisparse.graphs"):
+        assert torch.equal(generated(model, cache, ids), want)
+    assert cache.graphs.captures == 1 and cache.graphs.replays > 10
+    assert not any(layer.reads_ahead for layer in cache.hosted_layers)
+    assert "no indexer is called ahead" in caplog.text
 
 
 @torch.no_grad()
@@ -233,7 +240,7 @@ def test_nothing_is_left_of_it(device, read):
     for layer in model.get_decoder().layers:
         for module in layer.modules():
             assert not module._forward_hooks and not module._forward_pre_hooks
-    assert all(layer._expected is None and layer._under_way is None for layer in cache.hosted_layers)
+    assert not any(layer._looked_at or layer.is_under_way for layer in cache.hosted_layers)
 
 
 @torch.no_grad()
@@ -260,3 +267,82 @@ def test_calls_with_another_cache_and_of_another_thread_disturb_nothing(device):
     assert called and other.get_seq_length() == 50
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     assert cache.stats() == eager.stats()
+
+
+def in_place(model: PreTrainedModel) -> None:
+    """What comes between the early call and the model's own changes what the indexer is called with."""
+    for layer in model.get_decoder().layers:
+        attention = layer.self_attn
+        part = attention.q_b_proj if hasattr(attention, "q_b_proj") else attention.v_proj
+        part.forward = functools.partial(scaling, part.forward)
+
+
+def scaling(own: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+    output = own(inputs)
+    inputs.mul_(torch.linspace(0.5, 2, inputs.shape[-1], device=inputs.device))
+    return output
+
+
+def checkpointed(model: PreTrainedModel) -> None:
+    """Attention in a wrapper that passes on its attributes."""
+    kinds = {type(layer.self_attn) for layer in model.get_decoder().layers}
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in kinds)
+
+
+def named_elsewhere(model: PreTrainedModel) -> None:
+    """A module that has an indexer and is no attention."""
+    for layer in model.get_decoder().layers:
+        layer.indexer = getattr(layer.self_attn, "indexer", None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change, ahead", [(in_place, False), (checkpointed, True), (named_elsewhere, True)])
+@pytest.mark.parametrize("name", ["v32_dense", "glm_FSSF_dense", "no_experts"])
+def test_models_that_were_changed(graph_device, name, change, ahead):
+    model = build(name).to(graph_device)
+    change(model)
+    ids = prompt(2, LENGTH, device=graph_device)
+    caches = [HiSparseCache(model, device_buffer_tokens=LEAST, graphs=graphs) for graphs in (True, False)]
+    texts = [generated(model, cache, ids) for cache in caches]
+    assert torch.equal(*texts)
+    assert caches[0].stats() == caches[1].stats()
+    assert caches[0].graphs.replays > 10
+    assert all(layer.reads_ahead == ahead for layer in leaders(caches[0]))
+
+
+@torch.no_grad()
+def test_two_threads_leave_nothing_on_the_model(device):
+    """They enter one after the other, and leave in that order."""
+    model = build("v32").to(device)
+    caches, entered = [HiSparseCache(model, graphs=False) for _ in range(2)], threading.Barrier(2)
+    before = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    left = threading.Event()
+    ids = prompt(1, LENGTH + 1, device=device)
+
+    def decodes(index: int) -> None:
+        with torch.no_grad():
+            model(ids[:, :LENGTH], past_key_values=caches[index])
+            with early_indexers(model, caches[index], read=False):
+                entered.wait()
+                model(ids[:, LENGTH:], past_key_values=caches[index])
+                if index:
+                    left.wait()
+        left.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(decodes, index) for index in range(2)]:
+            done.result()
+    assert {name: vars(module).get("forward") for name, module in model.named_modules()} == before
+    assert all(layer.reads_ahead for cache in caches for layer in leaders(cache))
+
+
+@torch.no_grad()
+def test_an_attention_that_is_called_twice_does_not_read_twice(device):
+    model = build("v32").to(device)
+    _, cache = steps(model, prompt(1, LENGTH + NEW, device=device), None, captured=True)
+    layer = leaders(cache)[0]
+    layer.begin_ahead(lambda: None, None)
+    with pytest.raises(RuntimeError, match="layer 0: its attention is called again"):
+        layer.begin_ahead(lambda: None, None)
+    layer.forget_ahead()
+    layer.begin_ahead(lambda: None, None)

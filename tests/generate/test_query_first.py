@@ -263,7 +263,7 @@ def test_a_call_that_breaks_off_leaves_nothing_expected(device, tell):
     broken.register_forward_pre_hook(lambda *_: told.append(hosted(cache)[-1]) or 1 / 0)
     with pytest.raises(ZeroDivisionError), early_queries(model, cache, tell):
         model(ids[:, -1:], past_key_values=cache)
-    assert told and all(layer._expected is None and layer._under_way is None for layer in hosted(cache))
+    assert told and all(layer._expected is None and not layer.is_under_way for layer in hosted(cache))
 
 
 @torch.no_grad()
