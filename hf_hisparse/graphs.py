@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import logging
 import types
@@ -112,6 +113,32 @@ def as_captured(cache: HiSparseCache, masked: bool) -> Iterator[None]:
     finally:
         capturing_cache.reset(token)
         cache.padding.capturing = cache.padding.masked = False
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture what is launched in it.
+
+    An error within comes out as it is, and not as the one that CUDA has to say of a capture that broke off. Nothing is collected
+    meanwhile: where another graph is destroyed, a capture breaks.
+    """
+    collects, failed = gc.isenabled(), None
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            try:
+                yield
+            except BaseException as error:
+                failed = error
+                raise
+    except Exception as error:
+        if failed is None or error is failed:
+            raise
+        raise failed from None
+    finally:
+        failed = None  # else the error keeps itself through this frame
+        if collects:
+            gc.enable()
 
 
 class _Step:
@@ -255,33 +282,27 @@ class DecodeGraphs:
         counts = [layer.counts for layer in cache.layers]
         accepted = inspect.signature(forward).parameters
         name = _CACHE_NAMES[0] if _CACHE_NAMES[0] in accepted else _CACHE_NAMES[1]
-        cause: BaseException | None = (
-            None  # CUDA may have an error of its own to say when a capture breaks off
-        )
         try:
             with (
                 pinning,
                 as_captured(cache, masked),
                 early_queries(model, cache, GqaLayer.read_ahead),
                 self._early_indexers(model, read=True),
-                torch.cuda.graph(step.graph),
+                _recording(step.graph),
             ):
-                try:
-                    step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
-                except BaseException as error:
-                    cause = error
-                    raise
-        except Exception as error:  # whatever a model does that a capture does not allow
-            cause = cause or error
-            if not isinstance(cause, Exception):  # Ctrl-C
-                raise cause from None
+                step.keep(forward(**step.inputs, **flags, attention_mask=None, **{name: cache}))
+        except BaseException as error:
+            del step.graph  # at once: who keeps the error keeps this frame with it
+            if not isinstance(error, Exception):
+                raise
+            # Whatever a model does that a capture does not allow.
             logger.debug("capturing a decode step failed", exc_info=True)
-            if isinstance(cause, NotAhead) and self._asks_indexers:
-                logger.debug("%s: from now on, no indexer is called ahead", cause)
+            if isinstance(error, NotAhead):
+                logger.debug("from now on, no indexer is called ahead")
                 self._asks_indexers = False
                 self._warm.clear()
             else:
-                self._refuse(f"{type(cause).__name__}: {cause}".split("\n")[0])
+                self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
             return None
         finally:
             for layer, count in zip(cache.layers, counts, strict=True):

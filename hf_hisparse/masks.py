@@ -167,5 +167,4 @@ def block_mask(
 
 def readable(indices: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     """`indices`, int ``[batch, S, k]``, with -1 for those that `allowed`, bool ``[batch, S, T]``, excludes."""
-    chosen = allowed.gather(-1, indices.clamp(min=0).long()) & (indices >= 0)
-    return indices.masked_fill(~chosen, -1)
+    return torch.where(allowed.gather(-1, indices.clamp(min=0).long()), indices, -1)  # -1 stays -1 either way

@@ -41,6 +41,10 @@ class CpuGraph:
         for operation in self.operations:
             operation()
 
+    def __del__(self) -> None:
+        if _Capture.current is not None:
+            _Capture.current.broken = True
+
 
 class _Capture(TorchDispatchMode):
     """Runs operations, notes them in a graph, and undoes in the end what they wrote."""
@@ -51,6 +55,7 @@ class _Capture(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self.in_kernel = False
+        self.broken = False
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,6 +112,8 @@ def _capture(graph: CpuGraph) -> Iterator[None]:
     try:
         with capture:
             yield
+        if capture.broken:
+            raise RuntimeError("another graph was destroyed meanwhile")
     except BaseException as error:  # as CUDA does where a stream on the side is not waited for
         raise RuntimeError("operation failed due to a previous error during capture") from error
     finally:

@@ -6,6 +6,8 @@ Without a GPU `tests.cpu_graphs` stands for the graphs; `as_captured` runs what 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -262,6 +264,34 @@ def test_ctrl_c_in_a_capture_arrives(graph_device, name):
     cache.reset()
     assert torch.equal(generated(model, cache, ids), want)
     assert cache.graphs.captures == 1 and cache.graphs.replays > 0, repr(cache.graphs)
+
+
+def test_a_graph_that_nobody_needs_is_not_destroyed_in_a_capture(graph_device):
+    """That would break the capture; the garbage collector may come at any time."""
+    model = MODELS["qwen3"]().to(graph_device)
+    ids, cache = prompt(1, LENGTH, device=graph_device), new_cache(model)
+    generated(model, cache, ids)
+    ring: list[object] = [cache]
+    ring.append(ring)
+    part, calls, threshold = model.model.layers[-1].self_attn.o_proj, [], gc.get_threshold()
+    own = part.forward
+
+    def collects(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(1)  # a prompt, the step before a capture, the capture
+        gc.set_threshold(*((1, 1, 1) if len(calls) == 3 else (10**9, 1, 1)))
+        _ = [[each] for each in range(10_000)] if len(calls) == 3 else None
+        return own(hidden)
+
+    part.forward = collects
+    gone, other = weakref.ref(cache), new_cache(model)
+    del cache, ring
+    try:
+        generated(model, other, ids)
+    finally:
+        gc.set_threshold(*threshold)
+    assert len(calls) == 3 and other.graphs.captures == 1, repr(other.graphs)
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_copied_model_runs_its_own_forward():
