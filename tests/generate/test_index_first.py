@@ -19,6 +19,7 @@ from hf_hisparse.hosted_layer import HostedLayer
 from hf_hisparse.hot_buffer import HotBuffer
 from hf_hisparse.index_first import early_indexers
 from tests import dsa_models, msa_models
+from tests.generate.captured import decode_logits
 from tests.generate.test_graphs import generated
 from tests.models import prompt
 
@@ -41,33 +42,12 @@ def leaders(cache: HiSparseCache) -> list[HostedLayer]:
     return [layer for layer in cache.hosted_layers if isinstance(layer.buffer, HotBuffer)]
 
 
-@torch.no_grad()
 def steps(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, captured: bool, **settings: object
 ) -> tuple[torch.Tensor, HiSparseCache]:
     """The logits of decode steps, eager, or after the first one such as are captured."""
     cache = HiSparseCache(model, **({"device_buffer_tokens": 40} | settings), graphs=False)
-    start = slice(0, LENGTH)
-    model(ids[:, start], attention_mask=None if mask is None else mask[:, start], past_key_values=cache)
-    logits = []
-    for at in range(LENGTH, LENGTH + NEW):
-        shown = None if mask is None else mask[:, : at + 1]
-        step = {"input_ids": ids[:, at : at + 1], "past_key_values": cache}
-        if mask is not None:
-            step["position_ids"] = shown.sum(1, keepdim=True) - 1
-        if not captured:
-            output = model(**step, attention_mask=shown)
-        elif at == LENGTH:
-            with early_indexers(model, cache, read=False):
-                output = model(**step, attention_mask=shown)
-        else:
-            cache.make_room(1)
-            if mask is not None:
-                cache.padding.take(shown, cache.capacity)
-            with as_captured(cache, mask is not None), early_indexers(model, cache, read=True):
-                output = model(**step, attention_mask=None)
-        logits.append(output.logits)
-    return torch.cat(logits, dim=1), cache
+    return decode_logits(model, cache, ids, mask, LENGTH, early_indexers if captured else None), cache
 
 
 def captured_as_eager(

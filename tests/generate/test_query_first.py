@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from hf_hisparse import HiSparseCache, Quest, query_first
-from hf_hisparse.graphs import as_captured
 from hf_hisparse.models.gqa import GqaLayer
 from hf_hisparse.models.quest import QuestState
 from hf_hisparse.query_first import early_queries
 from tests import models
+from tests.generate.captured import decode_logits
 from tests.models import prompt
 
 LENGTH, NEW = 300, 20
@@ -38,33 +39,16 @@ def hosted(cache: HiSparseCache) -> list[GqaLayer]:
     return [layer for layer in cache.hosted_layers if isinstance(layer, GqaLayer)]
 
 
-@torch.no_grad()
+def early(model: PreTrainedModel, cache: HiSparseCache, read: bool) -> AbstractContextManager[None]:
+    return early_queries(model, cache, GqaLayer.read_ahead if read else GqaLayer.expect_query)
+
+
 def steps(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, captured: bool
 ) -> tuple[torch.Tensor, HiSparseCache]:
     """The logits of decode steps, eager, or after the first one such as are captured."""
     cache = HiSparseCache(model, Quest(32, 4, dense_layers=1), device_buffer_tokens=40, graphs=False)
-    start = slice(0, LENGTH)
-    model(ids[:, start], attention_mask=None if mask is None else mask[:, start], past_key_values=cache)
-    logits = []
-    for at in range(LENGTH, LENGTH + NEW):
-        shown = None if mask is None else mask[:, : at + 1]
-        step = {"input_ids": ids[:, at : at + 1], "past_key_values": cache}
-        if mask is not None:
-            step["position_ids"] = shown.sum(1, keepdim=True) - 1
-        if not captured:
-            output = model(**step, attention_mask=shown)
-        elif at == LENGTH:
-            with early_queries(model, cache, GqaLayer.expect_query):
-                output = model(**step, attention_mask=shown)
-        else:
-            cache.make_room(1)
-            if mask is not None:
-                cache.padding.take(shown, cache.capacity)
-            with as_captured(cache, mask is not None), early_queries(model, cache, GqaLayer.read_ahead):
-                output = model(**step, attention_mask=None)
-        logits.append(output.logits)
-    return torch.cat(logits, dim=1), cache
+    return decode_logits(model, cache, ids, mask, LENGTH, early if captured else None), cache
 
 
 def captured_as_eager(model: PreTrainedModel, ids: torch.Tensor) -> HiSparseCache:
