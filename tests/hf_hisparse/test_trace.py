@@ -211,7 +211,7 @@ def test_a_call_that_did_not_finish_is_not_written(model, tmp_path, monkeypatch,
     recorder = cache.record_trace(path)
     ids = prompt(1, 50, device=str(model.device))
     _generate(model, cache, ids)
-    monkeypatch.setattr(cache.hosted_layers[failing], "append", lambda *_: 1 / 0)
+    monkeypatch.setattr(cache.hosted_layers[failing], "append", lambda *_, **named: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(prompt(1, 1, device=str(model.device)), past_key_values=cache)
     with pytest.raises(RuntimeError, match="did not finish"):
