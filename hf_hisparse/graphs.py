@@ -123,22 +123,28 @@ def _recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     meanwhile: where another graph is destroyed, a capture breaks.
     """
     collects, failed = gc.isenabled(), None
-    gc.disable()
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
     try:
+        gc.disable()
         with torch.cuda.graph(graph):
             try:
                 yield
             except BaseException as error:
                 failed = error
                 raise
-    except Exception as error:
-        if failed is None or error is failed:
+    except Exception:
+        if failed is None:
             raise
-        raise failed from None
     finally:
-        failed = None  # else the error keeps itself through this frame
         if collects:
             gc.enable()
+        if stream is not None:  # which torch leaves where a capture ends in an error
+            torch.cuda.set_stream(stream)
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed, graph  # else the error keeps itself and the graph through this frame
 
 
 class _Step:

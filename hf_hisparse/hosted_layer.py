@@ -604,6 +604,7 @@ class HostedLayer(RearrangedRows, ReadsAhead, CacheLayerMixin):
         other = copy.copy(self)
         other.padding = padding
         other.trace = None
+        other.reads_ahead = False  # not known of its graphs
         if not self._length or self.shape is None:
             other.release()  # what a reset left behind is this layer's alone
             other._area = None

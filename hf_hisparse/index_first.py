@@ -95,8 +95,8 @@ class EarlyIndexer:
         call = current_call()
         return call is not None and call.cache is self.cache
 
-    def _is_called(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_asked():
+    def _is_called(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None or not self._is_asked():  # None in another thread's call while this is removed
             return
         self.given, self.arguments, self.selected = _by_name(attention, args, kwargs), None, None
         if _COMPRESSED_QUERY not in _parameters(self.indexer):

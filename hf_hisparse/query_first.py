@@ -62,8 +62,8 @@ def early_queries(
         call = current_call()
         return call is not None and call.cache is cache
 
-    def is_called(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_asked():
+    def is_called(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and is_asked():  # None in another thread's call while this is removed
             embeddings[attention] = kwargs.get("position_embeddings")
 
     def made_for(attention: Any) -> Callable[..., None]:

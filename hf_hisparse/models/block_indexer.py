@@ -13,9 +13,10 @@ from hisparse_kernels.block_scores import block_scores
 
 from ..active import Call, current_call, selected_ahead
 from ..hosted_layer import HostedLayer
-from .indexer import UnknownScores, WatchedKeys, slice_rows
+from .indexer import slice_rows
 from .msa import BlockLayer
 from .overrides import override, restore
+from .watched_keys import StandInCache, UnknownScores, WatchedKeys, note_scores, scores_are_known
 
 
 def enable_msa(model: PreTrainedModel) -> None:
@@ -62,17 +63,23 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     indices: Any = None
     first = 0
     # Under autocast the model's products are not those of the kernel.
-    lazily = layer.scores_are_known and not torch.is_autocast_enabled(layer.position.device.type)
+    known = scores_are_known(self)
+    lazily = known is not False and not (known is None and layer.padding.capturing)  # a capture cannot look
+    lazily = lazily and not torch.is_autocast_enabled(layer.position.device.type)
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily), rows)
-        cache = _SlicedCache(layer, total - rows + first, lazily)
+        cache = _SlicedCache(layer, total - rows + first, lazily, looks=known is None)
         part = {name: slice_rows(value, first, last, rows, cache) for name, value in given.items()}
         sliced = inspect.BoundArguments(bound.signature, part)
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
         except UnknownScores:
-            lazily = layer.scores_are_known = False
+            lazily = known = False
+            note_scores(self, False)
             continue
+        if lazily and known is None:
+            known = True
+            note_scores(self, True)
         if indices is None:
             if first == 0 and last == rows:
                 return selected
@@ -116,11 +123,11 @@ def _slice_rows(indexer: Any, layer: Any, batch: int, lazily: bool) -> int:
     return max(1, layer.settings.prefill_memory // (batch * per_row))
 
 
-class _SlicedCache:
+class _SlicedCache(StandInCache):
     """What an indexer sees as its cache, and as any of its layers, while it works on rows from position `start` on."""
 
-    def __init__(self, layer: Any, start: int, lazily: bool) -> None:
-        self.layer, self.start, self.lazily = layer, start, lazily
+    def __init__(self, layer: Any, start: int, lazily: bool, looks: bool) -> None:
+        self.layer, self.start, self.lazily, self.looks = layer, start, lazily, looks
 
     @property
     def layers(self) -> _SlicedCache:
@@ -129,12 +136,12 @@ class _SlicedCache:
     def __getitem__(self, layer_idx: int) -> _SlicedCache:
         return self
 
-    def update_index(self, keys: torch.Tensor) -> Any:
+    def update_index(self, idx_k: torch.Tensor) -> Any:
         if self.layer.padding.capturing:
-            held = self.layer.state.write_at(keys[:, 0], self.layer.position)
+            held = self.layer.state.write_at(idx_k[:, 0], self.layer.position)
         else:
-            held = self.layer.state.write(keys[:, 0], self.start)
-        return _Scores(held, self.layer.layout.tokens) if self.lazily else held[:, None]
+            held = self.layer.state.write(idx_k[:, 0], self.start)
+        return _Scores(held, self.layer.layout.tokens, self.looks) if self.lazily else held[:, None]
 
 
 class _Scores(WatchedKeys):
@@ -149,9 +156,10 @@ class _Scores(WatchedKeys):
         What the code hides.
     """
 
-    def __init__(self, keys: torch.Tensor, block_size: int) -> None:
+    def __init__(self, keys: torch.Tensor, block_size: int, looks: bool) -> None:
         padded = () if keys.shape[1] % block_size == 0 else ("pad",)
-        super().__init__(keys, ("float", "transpose", "matmul", "masked_fill", *padded, "view", "amax"))
+        steps = ("float", "transpose", "matmul", "masked_fill", *padded, "view", "amax")
+        super().__init__(keys, steps, looks=looks)
         self.block_size = block_size
         self.hidden: Any = None
 
@@ -181,7 +189,10 @@ class _Scores(WatchedKeys):
 
     def amax(self, dim: int) -> torch.Tensor:
         self._step("amax", dim in (-1, 4))
-        return block_scores(self.query, self.keys, self.hidden, self.block_size)
+        try:
+            return block_scores(self.query, self.keys, self.hidden, self.block_size)
+        except ValueError as error:
+            raise UnknownScores(str(error)) from error
 
     @classmethod
     def __torch_function__(
@@ -189,7 +200,7 @@ class _Scores(WatchedKeys):
     ) -> Any:
         if function is torch.matmul and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):
             scores = args[1]._step("matmul", args[0].ndim == 4)
-            scores.query = args[0].to(scores.keys.dtype)  # was made float for the model's product
+            scores._take_query(args[0])
             return scores
         if function is torch.nn.functional.pad and isinstance(args[0], cls):
             missing = -args[0].keys.shape[1] % args[0].block_size

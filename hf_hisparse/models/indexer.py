@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -19,9 +18,7 @@ from ..active import current_call, selected_ahead
 from ..masks import allowed_keys, causal_rows
 from ..modes import keeps
 from ..records import moved
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .watched_keys import StandInCache, UnknownScores, WatchedKeys, note_scores, scores_are_known
 
 
 class IndexerKeys:
@@ -124,15 +121,21 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     batch, rows, _ = given["hidden_states"].shape
     mask = given["attention_mask"]
     decodes = rows <= layer.settings.decode_rows
-    # Under autocast the model's products are not those of the kernel.
-    lazily = layer.scores_are_known and not torch.is_autocast_enabled(mask.device.type)
+    known = scores_are_known(self)
+    # A capture cannot look. Under autocast the model's products are not those of the kernel.
+    lazily = known is not False and not (known is None and layer.padding.capturing)
+    lazily = lazily and not torch.is_autocast_enabled(mask.device.type)
     if decodes and lazily and _slice_rows(self, layer, batch, mask.is_cuda) >= rows:
-        part = {name: slice_rows(value, 0, rows, rows, _LazyCache(layer)) for name, value in given.items()}
+        cache: Any = _LazyCache(layer, looks=known is None)
+        part = {name: slice_rows(value, 0, rows, rows, cache) for name, value in given.items()}
         whole = inspect.BoundArguments(bound.signature, part)
         try:
-            return forward(*whole.args, **whole.kwargs)
+            selected = forward(*whole.args, **whole.kwargs)
         except UnknownScores:
-            layer.scores_are_known = False
+            note_scores(self, False)
+        else:
+            note_scores(self, True)
+            return selected
     lazily = lazily and not decodes
     if decodes and _slice_rows(self, layer, batch, fused=False) >= rows:
         return forward(*args, **kwargs)
@@ -146,7 +149,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily and mask.is_cuda), rows)
         start, stop = total - rows + first, total - rows + last
-        cache = _SlicedCache(layer, start, lazily)
+        cache = _SlicedCache(layer, start, lazily, looks=known is None)
         part = {name: slice_rows(value, first, last, rows, cache) for name, value in given.items()}
         if padding is not None:
             part["attention_mask"] = causal_rows(padding[:, :stop], start)
@@ -156,8 +159,12 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         try:
             selected = forward(*sliced.args, **sliced.kwargs)
         except UnknownScores:
-            lazily = layer.scores_are_known = False
+            lazily = known = False
+            note_scores(self, False)
             continue
+        if lazily and known is None:
+            known = True
+            note_scores(self, True)
         indices[:, first:last, : selected.shape[2]] = selected
         first = last
     return indices
@@ -185,63 +192,26 @@ def slice_rows(value: Any, first: int, last: int, rows: int, cache: object) -> A
     return value
 
 
-class _SlicedCache:
+class _SlicedCache(StandInCache):
     """What an indexer sees as its cache while it works on a slice that begins at position `start`."""
 
-    def __init__(self, layer: Any, start: int, lazily: bool) -> None:
-        self.layer, self.start, self.lazily = layer, start, lazily
+    def __init__(self, layer: Any, start: int, lazily: bool, looks: bool) -> None:
+        self.layer, self.start, self.lazily, self.looks = layer, start, lazily, looks
 
-    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Any:
-        held = self.layer.state.write(keys, self.start)
-        return _Keys(held, self.start) if self.lazily else held
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> Any:
+        held = self.layer.state.write(indexer_key_states, self.start)
+        return _Keys(held, self.start, self.looks) if self.lazily else held
 
 
-class _LazyCache:
+class _LazyCache(StandInCache):
     """What an indexer sees as its cache in a decode call; the mask that it is given says which keys a query may see."""
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
+    def __init__(self, layer: Any, looks: bool) -> None:
+        self.layer, self.looks = layer, looks
 
-    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> _Keys:
-        held = self.layer.update_indexer(keys)
-        return _Keys(held, held.shape[1])
-
-
-class UnknownScores(Exception):
-    """An indexer computes something else from its keys than the kernel that stands ready does."""
-
-
-class WatchedKeys:
-    """Stands for the keys in an indexer's code, as long as that does with them what is expected, step by step.
-
-    Parameters
-    ----------
-    keys : ``[B, T, D]``
-    steps : sequence of str
-        What is expected.
-    optional : str
-        A step that may be left out.
-    """
-
-    def __init__(self, keys: torch.Tensor, steps: Sequence[str], optional: str = "") -> None:
-        self.keys = keys
-        self.query: Any = None
-        self._steps, self._optional = iter(steps), optional
-
-    def _step(self, name: str, fits: bool = True) -> Self:
-        expected = next(self._steps, None)
-        if expected == self._optional and name != expected:
-            expected = next(self._steps, None)
-        if name != expected or not fits:
-            raise UnknownScores(f"{name} where {expected} was expected")
-        return self
-
-    def float(self) -> Self:
-        """A step of its own."""
-        return self._step("float")
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnknownScores(f".{name}")
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> _Keys:
+        held = self.layer.update_indexer(indexer_key_states)
+        return _Keys(held, held.shape[1], self.looks)  # as if the queries came after all of them
 
 
 class _Keys(WatchedKeys):
@@ -254,9 +224,9 @@ class _Keys(WatchedKeys):
         Position of the first query.
     """
 
-    def __init__(self, keys: torch.Tensor, start: int) -> None:
+    def __init__(self, keys: torch.Tensor, start: int, looks: bool) -> None:
         steps = ("transpose", "float", "unsqueeze", "matmul", "mul", "relu", "matmul")
-        super().__init__(keys, steps, optional="mul")
+        super().__init__(keys, steps, optional="mul", looks=looks)
         self.start, self.scale = start, 1.0
 
     def transpose(self, first: int, second: int) -> _Keys:
@@ -283,9 +253,13 @@ class _Keys(WatchedKeys):
         raise UnknownScores(str(function))
 
     def _matmul(self, left: torch.Tensor) -> Any:
-        self._step("matmul")
+        self._step("matmul", left.ndim == 4)
         if self.query is None:  # [B, S, H, D]
-            self.query = left.to(self.keys.dtype)  # was made float for the model's product
+            self._take_query(left)
             return self
-        scores = lightning_indexer(self.query, self.keys, left.squeeze(-2), self.start, None, self.scale)
+        weights = left.squeeze(-2).contiguous()  # [B, S, H]
+        try:
+            scores = lightning_indexer(self.query, self.keys, weights, self.start, None, self.scale)
+        except ValueError as error:
+            raise UnknownScores(str(error)) from error
         return scores.unsqueeze(-2)  # [B, S, 1, T]

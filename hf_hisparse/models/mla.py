@@ -53,15 +53,9 @@ class LatentSettings(LayerSettings):
 
 
 class LatentLayer(HostedLayer):
-    """A hosted layer of latent rows; the model selects the records. Lane = batch row.
+    """A hosted layer of latent rows; the model selects the records. Lane = batch row."""
 
-    Attributes
-    ----------
-    scores_are_known : bool
-        Whether the model's indexer scores its keys as the kernel does, as far as one knows.
-    """
-
-    model_selects = insists_on_mask = scores_are_known = True
+    model_selects = insists_on_mask = True
 
     settings: LatentSettings
     state: IndexerKeys

@@ -54,15 +54,9 @@ class BlockSettings(LayerSettings):
 
 
 class BlockLayer(HostedLayer):
-    """A hosted layer of blocks that the model selects.
+    """A hosted layer of blocks that the model selects."""
 
-    Attributes
-    ----------
-    scores_are_known : bool
-        Whether the model's indexer scores its keys as the kernel does, as far as one knows.
-    """
-
-    model_selects = scores_are_known = True
+    model_selects = True
     unread_inputs = ("image_grid_thw", "video_grid_thw")
     settings: BlockSettings
     state: IndexerKeys

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hisparse import HiSparseCache, Quest, disable, enable
-from hf_hisparse.graphs import ReplayingForward, _only_known, as_captured
+from hf_hisparse.graphs import ReplayingForward, _only_known, _recording, as_captured
 from tests import dsa_models, models, msa_models
 from tests.models import prompt
 
@@ -264,6 +264,24 @@ def test_ctrl_c_in_a_capture_arrives(graph_device, name):
     cache.reset()
     assert torch.equal(generated(model, cache, ids), want)
     assert cache.graphs.captures == 1 and cache.graphs.replays > 0, repr(cache.graphs)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_an_error_in_a_capture_comes_out_as_it_was(graph_device, collects):
+    """And keeps nothing alive."""
+    graph, cause = torch.cuda.CUDAGraph(), ZeroDivisionError()
+    held, before = weakref.ref(graph), gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(ValueError, match="own") as caught, _recording(graph):
+            assert not gc.isenabled()
+            raise ValueError("own") from cause
+        assert gc.isenabled() == collects
+        assert caught.value.__cause__ is cause
+        del graph
+        assert held() is None
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_graph_that_nobody_needs_is_not_destroyed_in_a_capture(graph_device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import types
@@ -17,7 +18,7 @@ from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import as_captured
 from hf_hisparse.hosted_layer import HostedLayer
 from hf_hisparse.hot_buffer import HotBuffer
-from hf_hisparse.index_first import early_indexers
+from hf_hisparse.index_first import EarlyIndexer, early_indexers
 from tests import dsa_models, msa_models
 from tests.generate.captured import decode_logits
 from tests.generate.test_graphs import generated
@@ -326,3 +327,19 @@ def test_an_attention_that_is_called_twice_does_not_read_twice(device):
         layer.begin_ahead(lambda: None, None)
     layer.forget_ahead()
     layer.begin_ahead(lambda: None, None)
+
+
+@torch.no_grad()
+def test_a_copy_has_yet_to_find_out(device):
+    model = build("v32").to(device)
+    _, cache = steps(model, prompt(1, LENGTH + NEW, device=device), None, captured=True)
+    assert all(layer.reads_ahead for layer in leaders(cache))
+    assert not any(layer.reads_ahead for layer in copy.deepcopy(cache).hosted_layers)
+
+
+def test_a_hook_that_is_being_removed_disturbs_no_other_call(device):
+    """torch then calls it without the names of arguments."""
+    model = build("v32").to(device)
+    cache = HiSparseCache(model, graphs=False)
+    attention = model.model.layers[0].self_attn
+    EarlyIndexer(attention, attention.indexer, cache, read=True)._is_called(attention, ())

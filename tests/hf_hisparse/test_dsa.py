@@ -20,6 +20,7 @@ from hf_hisparse.graphs import as_captured
 from hf_hisparse.models import indexer as indexer_module
 from hf_hisparse.models.indexer import IndexerKeys
 from hf_hisparse.models.mla_attention import UpProjection, absorbed_attention, fold
+from hf_hisparse.models.watched_keys import scores_are_known
 from hf_hisparse.plain import is_plain
 from hf_hisparse.prefetch import FollowerBuffer, Group
 from tests.dsa_models import TOP_K, build, dsa_twins
@@ -385,7 +386,10 @@ def test_decode_selects_what_the_model_selects(name, padded, monkeypatch):
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one.masked_fill(~readable, -1), other.masked_fill(~readable, -1))
         first = stop
-    assert all(layer.scores_are_known for layer in ours.hosted_layers)
+    indexers = [
+        layer.self_attn.indexer for layer in twins.enabled.model.layers if layer.self_attn.indexer is not None
+    ]
+    assert all(map(scores_are_known, indexers))
 
 
 def test_an_unknown_indexer_runs_its_own_code_on_slices(model, monkeypatch):
@@ -429,9 +433,96 @@ def test_an_unknown_indexer_runs_its_own_code_on_slices(model, monkeypatch):
             _logits(model, ids[:, part], cache) for part in (slice(198), slice(198, 199), slice(199, 200))
         ]
         torch.testing.assert_close(torch.cat(ours, dim=1), expected, atol=1e-4, rtol=0)
-        indexed = [layer for layer in cache.hosted_layers if layer.state.keys is not None]
-        assert indexed and not any(layer.scores_are_known for layer in indexed)  # so no step tries again
+        indexers = [
+            layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None
+        ]
+        assert [scores_are_known(indexer) for indexer in indexers] == [False] * len(
+            indexers
+        )  # so no step tries again
     assert not called
+
+
+# How an indexer may come from ``[B, S, H, D]`` and ``[B, T, D]`` to products ``[B, S, H, T]``.
+OTHERWISE = {
+    "divided": lambda query, keys: (
+        torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)) / 4.0
+    ),
+    "keys divided": lambda query, keys: torch.matmul(
+        query.float(), (keys / 4.0).transpose(-1, -2).float().unsqueeze(1)
+    ),
+    "indexed": lambda query, keys: torch.matmul(query.float(), keys[:, None].transpose(-1, -2).float()),
+    "shifted": lambda query, keys: (
+        torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)) - 0.05
+    ),
+    "negated": lambda query, keys: -torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)),
+    "compared": lambda query, keys: torch.where(
+        (scores := torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1))) > 0, scores, 0
+    ),
+    "summed": lambda query, keys: torch.einsum("bshd,btd->bsht", query.float(), keys.float()),
+    "strided": lambda query, keys: torch.matmul(
+        query.transpose(1, 2).contiguous().transpose(1, 2).float(),
+        keys.transpose(-1, -2).float().unsqueeze(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_indexers_of_other_kinds_run_as_they_are(otherwise):
+    """Also in decode, where the first call may be one of few tokens."""
+    model = build("v32")
+    plain, product = type(model.model.layers[0].self_attn.indexer), OTHERWISE[otherwise]
+
+    class Other(plain):
+        def forward(
+            self,
+            hidden_states,
+            q_resid,
+            position_embeddings,
+            attention_mask,
+            position_ids,
+            cache=None,
+            **kwargs,
+        ):
+            cos, sin = position_embeddings
+            query = self.wq_b(q_resid).view(*hidden_states.shape[:2], self.n_heads, self.head_dim)
+            keys = self.k_norm(self.wk(hidden_states)) + torch.cat([cos, sin], dim=-1)
+            cache = kwargs.get("past_key_values", cache)
+            if cache is not None:
+                keys = cache.update_indexer(keys, self.layer_idx)
+            weights = self.weights_proj(hidden_states).float() * (1 + cos[..., :1].square())
+            scores = torch.matmul(weights.unsqueeze(-2), torch.relu(product(query, keys))).squeeze(-2)
+            scores = scores.masked_fill(~attention_mask, float("-inf"))
+            return scores.topk(min(self.index_topk, scores.shape[-1]), dim=-1).indices.to(torch.int32)
+
+    for layer in model.model.layers:
+        layer.self_attn.indexer.__class__ = Other
+    ids = prompt(2, 104)
+    expected = _logits(model, ids)
+    for prompts in ([20, 80], [100]):
+        cache = HiSparseCache(model, graphs=False)
+        ours = [_logits(model, part, cache) for part in ids.split([*prompts, 1, 1, 2], dim=1)]
+        torch.testing.assert_close(torch.cat(ours, dim=1), expected, atol=2e-4, rtol=0)
+    known = scores_are_known(model.model.layers[0].self_attn.indexer)
+    assert known == (otherwise == "strided")
+
+
+def test_a_query_of_more_digits_than_the_keys_is_not_rounded(monkeypatch):
+    """The kernel takes it in their dtype; the model's product is in fp32."""
+    model = build("v32", dtype=torch.bfloat16)
+    called, kernel, real = [], indexer_module.lightning_indexer, torch.matmul
+    monkeypatch.setattr(
+        indexer_module, "lightning_indexer", lambda *args: (called.append(1), kernel(*args))[1]
+    )
+
+    def finer(one, other):
+        return real(one * 0.7 if one.ndim == 4 and one.shape[2] > 1 else one, other)
+
+    monkeypatch.setattr("transformers.models.deepseek_v32.modeling_deepseek_v32.torch.matmul", finer)
+    cache = HiSparseCache(model, graphs=False)
+    for part in prompt(1, 102).split([100, 1, 1], dim=1):
+        _logits(model, part, cache)
+    assert not called
+    assert scores_are_known(model.model.layers[0].self_attn.indexer) is False
 
 
 class _Largest(TorchDispatchMode):
