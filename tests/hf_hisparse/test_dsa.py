@@ -392,58 +392,11 @@ def test_decode_selects_what_the_model_selects(name, padded, monkeypatch):
     assert all(map(scores_are_known, indexers))
 
 
-def test_an_unknown_indexer_runs_its_own_code_on_slices(model, monkeypatch):
-    """Scores that the kernel does not compute: nothing is replaced, and memory stays bounded all the same."""
-    plain = type(model.model.layers[0].self_attn.indexer)
-
-    class Clamped(plain):
-        def forward(
-            self,
-            hidden_states,
-            q_resid,
-            position_embeddings,
-            attention_mask,
-            position_ids,
-            cache=None,
-            **kwargs,
-        ):
-            cos, sin = position_embeddings
-            query = self.wq_b(q_resid).view(*hidden_states.shape[:2], self.n_heads, self.head_dim)
-            # The same token gives the same keys, and its scores would tie.
-            keys = self.k_norm(self.wk(hidden_states)) + torch.cat([cos, sin], dim=-1)
-            cache = kwargs.get("past_key_values", cache)
-            if cache is not None:
-                keys = cache.update_indexer(keys, self.layer_idx)
-            scores = torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)).clamp(0, 9)
-            weights = self.weights_proj(hidden_states) * (1 + cos[..., :1].square()) + sin[..., :1]
-            scores = torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
-            scores = scores.masked_fill(~attention_mask, float("-inf"))
-            return scores.topk(min(self.index_topk, scores.shape[-1]), dim=-1).indices.to(torch.int32)
-
-    for layer in model.model.layers:
-        if layer.self_attn.indexer is not None:
-            layer.self_attn.indexer.__class__ = Clamped
-    called = []
-    monkeypatch.setattr(indexer_module, "lightning_indexer", lambda *args: called.append(1))
-    ids = prompt(2, 200)
-    expected = _logits(model, ids)
-    for memory in ("1MB", "2GiB"):
-        cache = HiSparseCache(model, prefill_memory=memory)
-        ours = [
-            _logits(model, ids[:, part], cache) for part in (slice(198), slice(198, 199), slice(199, 200))
-        ]
-        torch.testing.assert_close(torch.cat(ours, dim=1), expected, atol=1e-4, rtol=0)
-        indexers = [
-            layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None
-        ]
-        assert [scores_are_known(indexer) for indexer in indexers] == [False] * len(
-            indexers
-        )  # so no step tries again
-    assert not called
-
-
 # How an indexer may come from ``[B, S, H, D]`` and ``[B, T, D]`` to products ``[B, S, H, T]``.
 OTHERWISE = {
+    "clamped": lambda query, keys: torch.matmul(
+        query.float(), keys.transpose(-1, -2).float().unsqueeze(1)
+    ).clamp(0, 9),
     "divided": lambda query, keys: (
         torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)) / 4.0
     ),
@@ -466,11 +419,11 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("otherwise", OTHERWISE)
-def test_indexers_of_other_kinds_run_as_they_are(otherwise):
-    """Also in decode, where the first call may be one of few tokens."""
-    model = build("v32")
-    plain, product = type(model.model.layers[0].self_attn.indexer), OTHERWISE[otherwise]
+def indexers_with(model, product):
+    """Let the indexers of `model` make their scores of a `product` of another kind; the indexers."""
+    indexers = [layer.self_attn.indexer for layer in model.model.layers]
+    indexers = [indexer for indexer in indexers if indexer is not None]
+    plain = type(indexers[0])
 
     class Other(plain):
         def forward(
@@ -485,25 +438,48 @@ def test_indexers_of_other_kinds_run_as_they_are(otherwise):
         ):
             cos, sin = position_embeddings
             query = self.wq_b(q_resid).view(*hidden_states.shape[:2], self.n_heads, self.head_dim)
+            # The same token gives the same keys, and its scores would tie.
             keys = self.k_norm(self.wk(hidden_states)) + torch.cat([cos, sin], dim=-1)
             cache = kwargs.get("past_key_values", cache)
             if cache is not None:
                 keys = cache.update_indexer(keys, self.layer_idx)
-            weights = self.weights_proj(hidden_states).float() * (1 + cos[..., :1].square())
+            weights = self.weights_proj(hidden_states).float() * (1 + cos[..., :1].square()) + sin[..., :1]
             scores = torch.matmul(weights.unsqueeze(-2), torch.relu(product(query, keys))).squeeze(-2)
             scores = scores.masked_fill(~attention_mask, float("-inf"))
             return scores.topk(min(self.index_topk, scores.shape[-1]), dim=-1).indices.to(torch.int32)
 
-    for layer in model.model.layers:
-        layer.self_attn.indexer.__class__ = Other
+    for indexer in indexers:
+        indexer.__class__ = Other
+    return indexers
+
+
+def test_an_unknown_indexer_runs_its_own_code_on_slices(model, monkeypatch):
+    """Scores that the kernel does not compute: nothing is replaced, and memory stays bounded all the same."""
+    indexers = indexers_with(model, OTHERWISE["clamped"])
+    called = []
+    monkeypatch.setattr(indexer_module, "lightning_indexer", lambda *args: called.append(1))
+    ids = prompt(2, 200)
+    expected = _logits(model, ids)
+    for memory in ("1MB", "2GiB"):
+        cache = HiSparseCache(model, prefill_memory=memory)
+        ours = [_logits(model, part, cache) for part in ids.split([198, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(ours, dim=1), expected, atol=1e-4, rtol=0)
+        assert [scores_are_known(indexer) for indexer in indexers] == [False] * len(indexers)
+    assert not called
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_indexers_of_other_kinds_run_as_they_are(otherwise):
+    """Also in decode, where the first call may be one of few tokens."""
+    model = build("v32")
+    indexers = indexers_with(model, OTHERWISE[otherwise])
     ids = prompt(2, 104)
     expected = _logits(model, ids)
     for prompts in ([20, 80], [100]):
         cache = HiSparseCache(model, graphs=False)
         ours = [_logits(model, part, cache) for part in ids.split([*prompts, 1, 1, 2], dim=1)]
         torch.testing.assert_close(torch.cat(ours, dim=1), expected, atol=2e-4, rtol=0)
-    known = scores_are_known(model.model.layers[0].self_attn.indexer)
-    assert known == (otherwise == "strided")
+    assert [scores_are_known(indexer) for indexer in indexers] == [otherwise == "strided"] * len(indexers)
 
 
 def test_a_query_of_more_digits_than_the_keys_is_not_rounded(monkeypatch):
