@@ -6,13 +6,17 @@ curve.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from hf_hisparse.trace import CROP, PREFILL, STEP, VERSION
 
@@ -221,3 +225,34 @@ class Playback:
         step = self._trace.index_select(0, self._step)[0]
         self._step.add_(1).remainder_(len(self._trace))
         return step
+
+
+@contextmanager
+def playing(
+    model: PreTrainedModel,
+    traces: list[torch.Tensor],
+    answer: Callable[[Any, torch.Tensor, tuple[Any, ...], dict[str, Any]], torch.Tensor],
+) -> Iterator[None]:
+    """Let the model's indexers work, and answer with the next step of a trace each.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        One that selects by itself.
+    traces : list of tensors
+        One for each layer that has an indexer.
+    answer : callable
+        Makes of an indexer, a step and the arguments of a call what the indexer answers.
+    """
+    indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
+    indexers = [indexer for indexer in indexers if indexer is not None]
+    steps = {indexer: Playback(trace) for indexer, trace in zip(indexers, traces, strict=True)}
+    own = type(indexers[0]).forward
+
+    @functools.wraps(own)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own(self, *args, **kwargs)
+        return answer(self, steps[self].next(), args, kwargs)
+
+    with mock.patch.object(type(indexers[0]), "forward", forward):
+        yield

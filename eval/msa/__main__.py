@@ -15,12 +15,9 @@ attention over its own `DynamicCache`, every key under a mask.
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import Cache, DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, PreTrainedModel
@@ -32,7 +29,7 @@ from eval.floors import beside, bytes_read
 from eval.history import fill
 from eval.output import parse
 from eval.shapes import TOY_MSA
-from eval.traces import Playback, synthetic_trace
+from eval.traces import playing, synthetic_trace
 from hf_hisparse import HiSparseCache, disable
 
 WARM_UP = 6  # steps before the timed ones: compile, capture, reach the trace's steady state
@@ -57,26 +54,11 @@ def build(layers: int, toy: bool, device: str) -> PreTrainedModel:
         ).eval()
 
 
-@contextmanager
-def playing(model: PreTrainedModel, traces: list[torch.Tensor]) -> Iterator[None]:
-    """Let the model's indexers work, and answer with a query's own block and the next step of a trace each.
-
-    Traces are int64 ``[steps, batch, KV heads, k - 1]``.
-    """
-    indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
-    steps = {indexer: Playback(trace) for indexer, trace in zip(indexers, traces, strict=True)}
-    own = type(indexers[0]).forward
-
-    @functools.wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        own(self, *args, **kwargs)
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[-1]
-        selection = steps[self].next()
-        block = (positions // self.block_size)[:, None].expand(*selection.shape[:2], 1)
-        return torch.cat([block, selection], dim=2)[:, :, None]
-
-    with mock.patch.object(type(indexers[0]), "forward", forward):
-        yield
+def chosen(indexer: Any, step: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A query's own block, then a step of a trace, int64 ``[batch, KV heads, k - 1]``, as an indexer answers."""
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[-1]
+    own = (positions // indexer.block_size)[:, None].expand(*step.shape[:2], 1)
+    return torch.cat([own, step], dim=2)[:, :, None]
 
 
 def traces(
@@ -190,7 +172,7 @@ def compare(model: PreTrainedModel, args: argparse.Namespace, **sizes: Any) -> I
         row = sizes | {"way": way, "buffer_tokens": buffer}
         if buffer is not None:
             row["formula_bytes"] = formula_bytes(model, batch, buffer)
-        with playing(model, selections):
+        with playing(model, selections, chosen):
             try:
                 row |= measure(model, cache, batch, history, args.steps, f"{way}, {history} x {batch}")
             except (torch.cuda.OutOfMemoryError, MemoryError) as error:

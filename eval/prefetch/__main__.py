@@ -18,7 +18,6 @@ invalid, and its time bounds what can be hidden. Only this program can switch th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,7 +34,7 @@ from eval.flags import command_line
 from eval.history import fill
 from eval.output import parse
 from eval.shapes import TOY_DSA
-from eval.traces import PAPER_CURVE, Playback, synthetic_trace
+from eval.traces import PAPER_CURVE, playing, synthetic_trace
 from hf_hisparse import HiSparseCache
 from hf_hisparse.graphs import DecodeGraphs
 from hf_hisparse.link import link_bandwidth
@@ -61,21 +60,9 @@ def build(layers: int, share: int, toy: bool, device: str) -> PreTrainedModel:
         ).eval()
 
 
-@contextmanager
-def playing(model: PreTrainedModel, traces: list[torch.Tensor]) -> Iterator[None]:
-    """Let the model's indexers work, and answer with the next step of a trace each, int32 ``[steps, batch, k]``."""
-    indexers = [layer.self_attn.indexer for layer in model.get_decoder().layers]
-    indexers = [indexer for indexer in indexers if indexer is not None]
-    steps = {indexer: Playback(trace) for indexer, trace in zip(indexers, traces, strict=True)}
-    own = type(indexers[0]).forward
-
-    @functools.wraps(own)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        own(self, *args, **kwargs)
-        return steps[self].next()[:, None]
-
-    with mock.patch.object(type(indexers[0]), "forward", forward):
-        yield
+def chosen(indexer: Any, step: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A step of a trace, int32 ``[batch, k]``, as an indexer answers."""
+    return step[:, None]
 
 
 @contextmanager
@@ -184,7 +171,7 @@ def compare(
         Way("oracle", small, prefetch=False, ahead=True, reading=False),
         Way("oracle, in turn", small, prefetch=False, ahead=False, reading=False),
     ]
-    with playing(model, traces):
+    with playing(model, traces, chosen):
         for ways in (held, turns):
             for way in ways:
                 way.run(model, WARM_UP, timed=False)

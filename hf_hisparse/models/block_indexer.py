@@ -16,7 +16,7 @@ from ..hosted_layer import HostedLayer
 from .indexer import slice_rows
 from .msa import BlockLayer
 from .overrides import override, restore
-from .watched_keys import StandInCache, UnknownScores, WatchedKeys, note_scores, scores_are_known
+from .watched_keys import StandInCache, UnknownScores, WatchedKeys, may_watch, note_scores, scores_are_known
 
 
 def enable_msa(model: PreTrainedModel) -> None:
@@ -62,10 +62,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     given["position_ids"] = _within(given["position_ids"], layer, call, total - rows)
     indices: Any = None
     first = 0
-    # Under autocast the model's products are not those of the kernel.
-    known = scores_are_known(self)
-    lazily = known is not False and not (known is None and layer.padding.capturing)  # a capture cannot look
-    lazily = lazily and not torch.is_autocast_enabled(layer.position.device.type)
+    known, lazily = scores_are_known(self), may_watch(self, layer)
     while first < rows:
         last = min(first + _slice_rows(self, layer, batch, lazily), rows)
         cache = _SlicedCache(layer, total - rows + first, lazily, looks=known is None)

@@ -18,7 +18,7 @@ from ..active import current_call, selected_ahead
 from ..masks import allowed_keys, causal_rows
 from ..modes import keeps
 from ..records import moved
-from .watched_keys import StandInCache, UnknownScores, WatchedKeys, note_scores, scores_are_known
+from .watched_keys import StandInCache, UnknownScores, WatchedKeys, may_watch, note_scores, scores_are_known
 
 
 class IndexerKeys:
@@ -121,10 +121,7 @@ def sliced_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     batch, rows, _ = given["hidden_states"].shape
     mask = given["attention_mask"]
     decodes = rows <= layer.settings.decode_rows
-    known = scores_are_known(self)
-    # A capture cannot look. Under autocast the model's products are not those of the kernel.
-    lazily = known is not False and not (known is None and layer.padding.capturing)
-    lazily = lazily and not torch.is_autocast_enabled(mask.device.type)
+    known, lazily = scores_are_known(self), may_watch(self, layer)
     if decodes and lazily and _slice_rows(self, layer, batch, mask.is_cuda) >= rows:
         cache: Any = _LazyCache(layer, looks=known is None)
         part = {name: slice_rows(value, 0, rows, rows, cache) for name, value in given.items()}

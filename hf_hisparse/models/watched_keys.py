@@ -23,6 +23,17 @@ def scores_are_known(indexer: torch.nn.Module) -> bool | None:
     return _known.get(indexer)
 
 
+def may_watch(indexer: torch.nn.Module, layer: Any) -> bool:
+    """Whether to leave the scores of a call to the kernel, as long as the code does what is expected.
+
+    A capture cannot look for the first time. Under autocast the model's products are not those of the kernel.
+    """
+    known = scores_are_known(indexer)
+    if known is False or (known is None and layer.padding.capturing):
+        return False
+    return not torch.is_autocast_enabled(layer.position.device.type)
+
+
 def note_scores(indexer: torch.nn.Module, known: bool) -> None:
     """Remember it."""
     if not known and _known.get(indexer) is not False:

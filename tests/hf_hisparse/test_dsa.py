@@ -309,12 +309,15 @@ def test_indexer_keys_of_tokens_that_are_not_there_are_refused(model):
         cache.update_indexer(torch.zeros(1, 3, 16), 1)
 
 
+def _indexers(model):
+    indexers = [layer.self_attn.indexer for layer in model.model.layers]
+    return [indexer for indexer in indexers if indexer is not None]
+
+
 def _selections(model, ids, cache, mask=None):
     """What each indexer selects in one call."""
     seen = []
-    indexers = [
-        layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None
-    ]
+    indexers = _indexers(model)
     handles = [indexer.register_forward_hook(lambda *args: seen.append(args[2])) for indexer in indexers]
     _logits(model, ids, cache, mask)
     for handle in handles:
@@ -386,10 +389,7 @@ def test_decode_selects_what_the_model_selects(name, padded, monkeypatch):
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one.masked_fill(~readable, -1), other.masked_fill(~readable, -1))
         first = stop
-    indexers = [
-        layer.self_attn.indexer for layer in twins.enabled.model.layers if layer.self_attn.indexer is not None
-    ]
-    assert all(map(scores_are_known, indexers))
+    assert all(map(scores_are_known, _indexers(twins.enabled)))
 
 
 # How an indexer may come from ``[B, S, H, D]`` and ``[B, T, D]`` to products ``[B, S, H, T]``.
@@ -421,8 +421,7 @@ OTHERWISE = {
 
 def indexers_with(model, product):
     """Let the indexers of `model` make their scores of a `product` of another kind; the indexers."""
-    indexers = [layer.self_attn.indexer for layer in model.model.layers]
-    indexers = [indexer for indexer in indexers if indexer is not None]
+    indexers = _indexers(model)
     plain = type(indexers[0])
 
     class Other(plain):
